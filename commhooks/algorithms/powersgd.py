@@ -1,0 +1,237 @@
+"""PowerSGD: gradient matrices as products of two thin factors (arXiv:1905.13727), and its alternating variant.
+
+    M = gradient + residual           (n, m), on each rank
+    P = mean over ranks of M Q        (n, r)
+    P = orthogonalize(P)
+    Q = mean over ranks of M^T P      (m, r), next step's Q: a step of subspace iteration
+    gradient = P Q^T
+    residual = M - P (M^T P)^T        what this rank did not send
+
+The residual is the paper's (Algorithm 2): M less the rank's own part of the mean, not less the mean. Summed over the
+ranks both are the same, and so is every result; but ranks whose gradients differ for long would pile up the difference
+in the other one without end, while this one is a projection of M and never longer than M.
+"""
+
+import zlib
+from math import prod
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed as dist
+
+from commhooks import ops
+from commhooks.algorithms.allreduce import allreduce
+from commhooks.bucket import Bucket, Layout, Slice
+from commhooks.comm import Comm
+from commhooks.feedback import ErrorFeedback
+from commhooks.memory import ParameterMemory
+from commhooks.state import ExecutorName, HookState, checked_choice, checked_int
+
+Side = Literal["p", "q"]
+WIRE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+
+
+class PowerSGDState(HookState):
+    """Options of `powersgd_hook`: those of torch's `PowerSGDState`, with its meaning, and some more.
+
+    Args:
+        process_group, executor: see `HookState`.
+        matrix_approximation_rank: r, the number of columns of P and Q; clamped to min(n, m) for each matrix.
+        start_powerSGD_iter: number of first steps that reduce exactly. 0 is allowed.
+        min_compression_rate: a parameter viewed as (shape[0], rest) = (n, m) is compressed if
+            (n + m) r min_compression_rate < n m. Others, and vectors, ride along uncompressed.
+        use_error_feedback: add to the next gradient what compression left out of this one.
+        warm_start: begin with the last step's Q instead of a random one.
+        orthogonalization_epsilon: added to the norm by which each column of P is divided. Not needed: a column that
+            depends on others becomes zero, and its column of Q is drawn anew for the next step.
+        random_seed: of the random Q; the same on every rank. The global random state is never touched.
+        compression_stats_logging_frequency: every so many steps, log `metrics()`; 0 is never.
+        batch_tensors_with_same_shape: accepted for torch's sake. All matrices of a bucket are always sent together
+            and orthogonalized together, so it changes nothing.
+        wire_dtype: of P, Q and what rides along: torch.float32, bfloat16 or float16; None is the dtype computed in,
+            float32, or float64 for float64 gradients. With error feedback this rank's rounding is fed back.
+            float16 holds values from 6e-8 to 65504 only: P has the gradient's scale.
+        alternating: one half-step a step (ACP-SGD, arXiv:2306.08881): P in even steps, Q in odd ones, each projected
+            on the other, orthogonalized. One collective instead of two, and half the bytes, a step.
+
+    Raises:
+        ValueError, TypeError: an option is out of its range; the message names it.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        alternating: bool = False,
+        executor: ExecutorName = "auto",
+    ) -> None:
+        super().__init__(
+            process_group,
+            start_iter=checked_int("start_powerSGD_iter", start_powerSGD_iter, least=0),
+            executor=executor,
+            stats_logging_frequency=checked_int(
+                "compression_stats_logging_frequency", compression_stats_logging_frequency, least=0
+            ),
+        )
+        if not min_compression_rate > 0:
+            raise ValueError(f"min_compression_rate is {min_compression_rate}; it must be positive")
+        if not 0 <= orthogonalization_epsilon < float("inf"):
+            raise ValueError(f"orthogonalization_epsilon is {orthogonalization_epsilon}; it must be at least 0, finite")
+        if alternating and not warm_start:
+            raise ValueError("warm_start is False; with alternating=True it must be True: each half-step needs the last")
+        self.matrix_approximation_rank = checked_int("matrix_approximation_rank", matrix_approximation_rank, least=1)
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = checked_int("random_seed", random_seed, least=0)
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+        self.wire_dtype = checked_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
+        self.alternating = alternating
+        self.feedback = ErrorFeedback()
+        self._factors = {side: ParameterMemory() for side in ("p", "q")}
+        self._fresh = {side: ParameterMemory() for side in ("p", "q")}
+        self._plans: WeakKeyDictionary[Layout, ops.Plan] = WeakKeyDictionary()
+
+    def config(self) -> dict[str, object]:
+        names = (
+            "matrix_approximation_rank",
+            "min_compression_rate",
+            "use_error_feedback",
+            "warm_start",
+            "orthogonalization_epsilon",
+            "random_seed",
+            "wire_dtype",
+            "alternating",
+        )
+        return super().config() | {name: getattr(self, name) for name in names}
+
+    def rank_of(self, shape: tuple[int, ...]) -> int:
+        """The rank to which a parameter of this shape is compressed; 0 if it is not."""
+        n, m = matrix_shape(shape)
+        rank = min(self.matrix_approximation_rank, n, m)
+        compressed = len(shape) > 1 and (n + m) * rank * self.min_compression_rate < n * m
+        return rank if compressed else 0
+
+    def plan(self, layout: Layout) -> ops.Plan:
+        """Which parameters of the bucket are factorized, and where their factors lie."""
+        plan = self._plans.get(layout)
+        if plan is None:
+            matrices: list[ops.Matrix] = []
+            vectors: list[tuple[int, int]] = []
+            p = q = 0
+            for x in layout.slices:
+                if rank := self.rank_of(x.shape):
+                    n, m = matrix_shape(x.shape)
+                    matrices.append(ops.Matrix(x.offset, n, m, rank, p, q))
+                    p, q = p + rank * n, q + rank * m
+                else:
+                    vectors.append((x.offset, x.numel))
+            plan = self._plans[layout] = ops.Plan(tuple(matrices), tuple(vectors))
+        return plan
+
+    def factor(self, side: Side, bucket: Bucket) -> Tensor:
+        """The packed P or Q of the bucket that the last step left behind, random at first; to be updated in place."""
+        return self._packed(self._factors[side], side, bucket)
+
+    def starting_factor(self, side: Side, bucket: Bucket) -> Tensor:
+        """A new tensor: the packed P or Q to project on. Columns lost to a rank-deficient matrix are random again;
+        all are, without warm start.
+        """
+        if not self.warm_start:
+            return self._packed(ParameterMemory(), side, bucket, draw=self.step)
+        plan = self.plan(bucket.layout)
+        split = plan.ps if side == "p" else plan.qs
+        factor = self.factor(side, bucket).clone()
+        ops.refill_(split(factor), split(self._packed(self._fresh[side], side, bucket)))
+        return factor
+
+    def _packed(self, memory: ParameterMemory, side: Side, bucket: Bucket, draw: int = 0) -> Tensor:
+        def randomize(parameter: Slice, piece: Tensor) -> None:
+            # Seeded by the parameter's name: whatever bucket it lies in, all ranks draw the same numbers for it.
+            seed = zlib.crc32(f"{self.random_seed}/{parameter.name}/{side}/{draw}".encode())
+            piece.normal_(generator=torch.Generator(piece.device).manual_seed(seed))
+
+        pieces = []
+        for x in bucket.layout.slices:
+            n, m = matrix_shape(x.shape)
+            pieces.append((x, self.rank_of(x.shape) * (n if side == "p" else m)))
+        return memory.flat(bucket, pieces, ops.compute_dtype(bucket.buffer.dtype), randomize)
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(shape[0], rest): of a convolution, the output channels by everything else."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+async def powersgd(state: PowerSGDState, bucket: Bucket, comm: Comm) -> Tensor:
+    """The bucket's mean over all ranks, each large matrix at rank r, in place in `bucket.buffer`."""
+    if state.reduces_exactly(bucket):
+        return await allreduce(state, bucket, comm)
+    plan = state.plan(bucket.layout)
+    residual = state.feedback.residual(bucket) if state.use_error_feedback else None
+    m = ops.add(bucket.buffer, residual)
+    step = _half_step if state.alternating else _full_step
+    mean, sent, ok = await step(state, bucket, m, plan, comm)
+    ops.reconstruct_(m, plan, mean, sent, out=bucket.buffer, residual=residual, ok=ok)
+    return bucket.buffer
+
+
+async def _full_step(
+    state: PowerSGDState, bucket: Bucket, m: Tensor, plan: ops.Plan, comm: Comm
+) -> tuple[ops.Factors, ops.Factors, Tensor]:
+    """P = M Q, orthogonalized; Q = M^T P. Two collectives; the vectors ride in the first.
+
+    Returns the mean factors, this rank's part of them, and whether all ranks' numbers were finite.
+    """
+    q = state.starting_factor("q", bucket)
+    sent, mean = await _mean(ops.project(m, q, plan), state.wire_dtype, comm)
+    ok = ops.is_finite(mean)
+    vectors, sent_vectors = mean[plan.p_numel :], sent[plan.p_numel :]
+    if not plan.matrices:
+        return ops.Factors(q, q, vectors), ops.Factors(q, q, sent_vectors), ok
+    p = mean[: plan.p_numel]
+    ops.orthogonalize_(plan.ps(p), state.orthogonalization_epsilon)
+    sent_q, q = await _mean(ops.project_t(m, p, plan), state.wire_dtype, comm)
+    ok = ok & ops.is_finite(q)
+    ops.keep_(state.factor("q", bucket), q, ok)
+    return ops.Factors(p, q, vectors), ops.Factors(p, sent_q, sent_vectors), ok
+
+
+async def _half_step(
+    state: PowerSGDState, bucket: Bucket, m: Tensor, plan: ops.Plan, comm: Comm
+) -> tuple[ops.Factors, ops.Factors, Tensor]:
+    """P = M Q in even steps, Q = M^T P in odd ones, the factor projected on orthogonalized. Returns as `_full_step`."""
+    left = state.step % 2 == 0
+    fixed, moving, numel = ("q", "p", plan.p_numel) if left else ("p", "q", plan.q_numel)
+    basis = state.starting_factor(fixed, bucket)
+    ops.orthogonalize_(plan.qs(basis) if left else plan.ps(basis), state.orthogonalization_epsilon)
+    local = ops.project(m, basis, plan) if left else ops.project_t(m, basis, plan, with_vectors=True)
+    sent, mean = await _mean(local, state.wire_dtype, comm)
+    ok = ops.is_finite(mean)
+    ops.keep_(state.factor(moving, bucket), mean[:numel], ok)
+
+    def factors(packed: Tensor) -> ops.Factors:
+        thin, vectors = packed[:numel], packed[numel:]
+        return ops.Factors(thin, basis, vectors) if left else ops.Factors(basis, thin, vectors)
+
+    return factors(mean), factors(sent), ok
+
+
+async def _mean(local: Tensor, wire_dtype: torch.dtype | None, comm: Comm) -> tuple[Tensor, Tensor]:
+    """What this rank sent of `local` (its rounding to the wire dtype) and the mean over ranks, in local's dtype."""
+    wire = ops.cast(local, comm.world_size, wire_dtype or local.dtype)
+    sent = local if wire.dtype == local.dtype else wire.to(local.dtype).mul_(comm.world_size)
+    mean = await comm.all_reduce(wire)
+    return sent, mean.to(local.dtype)

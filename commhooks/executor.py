@@ -1,0 +1,161 @@
+"""Runs algorithms' coroutines to Futures, performing the collectives that they await.
+
+Ranks must issue collectives in the same order. So they are issued only from inside hook calls, which DDP makes in the
+same order on every rank; never from a Future's callback, never from a thread.
+"""
+
+import sys
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed as dist
+from torch.futures import Future
+
+from commhooks.bucket import Bucket
+from commhooks.comm import AllGather, AllReduce, AllToAll, Collective, Comm
+from commhooks.state import HookState
+
+Algorithm = Callable[[Any, Bucket, Comm], Coroutine[Collective, Tensor, Tensor]]
+
+# torch 2.13 warns of the older name.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Inline:
+    """Runs a bucket's coroutine to its end inside the hook call.
+
+    On a GPU every wait is a wait of a side stream: the host goes on, and backward with it.
+    """
+
+    def __init__(self, state: HookState, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.state = state
+        self._group = group
+        self._comm = Comm(dist.get_rank(group), dist.get_world_size(group))
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._tasks: list[_Task] = []  # in flight, oldest first
+
+    def run(self, algorithm: Algorithm, bucket: Bucket) -> Future[Tensor]:
+        """Start the bucket's coroutine and take all coroutines as far as this executor does in one hook call.
+
+        Raises:
+            Whatever an algorithm or a collective raises, with a note that names the bucket it happened in.
+        """
+        if bucket.index == 0:
+            self._abandon()  # of a backward that died half-way
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(bucket.buffer.device))
+            bucket.buffer.record_stream(self._stream)
+        self.state.begin_bucket(bucket, self._comm.world_size)
+        task = _Task(algorithm, bucket, self.state, self._comm, self._group, self._stream)
+        self._schedule(task)
+        if bucket.is_last:
+            self._drain()
+            self.state.end_step()
+        return task.future
+
+    def _schedule(self, task: "_Task") -> None:
+        self._tasks.append(task)
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._tasks:
+            for task in self._tasks:
+                task.advance()
+            self._tasks = [task for task in self._tasks if not task.done]
+
+    def _abandon(self) -> None:
+        for task in self._tasks:
+            task.close()
+        self._tasks = []
+
+
+class Pipelined(Inline):
+    """Each hook call starts its bucket's first collective and takes the older buckets one collective further.
+
+    The last bucket's call finishes all. So a bucket's collectives have the time of backward to arrive in, also where
+    waiting blocks the host, as on gloo.
+    """
+
+    def _schedule(self, task: "_Task") -> None:
+        for each in (task, *self._tasks):
+            each.advance()
+        self._tasks = [each for each in (*self._tasks, task) if not each.done]
+
+
+class _Task:
+    """One bucket's coroutine, between two of its collectives."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        bucket: Bucket,
+        state: HookState,
+        comm: Comm,
+        group: dist.ProcessGroup,
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self.future: Future[Tensor] = Future(devices=[bucket.buffer.device] if stream else None)
+        self.done = False
+        self._coroutine = algorithm(state, bucket, comm)
+        self._group, self._stream = group, stream
+        self._count = lambda collective: state.count(collective, comm.world_size)
+        self._work: dist.Work | None = None
+        self._arriving: Tensor | None = None  # what the pending collective will have filled
+        self._where = _describe(algorithm, bucket, state.step)
+
+    def advance(self) -> None:
+        """Wait for the pending collective, resume the coroutine, and launch the collective it awaits next."""
+        try:
+            with torch.no_grad(), self._on_stream():
+                self._resume()
+        except BaseException as error:
+            self.close()
+            _annotate(error, self._where)
+            raise
+
+    def _resume(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+        try:
+            collective = self._coroutine.send(self._arriving)  # type: ignore[arg-type]  # the first is None
+        except StopIteration as stop:
+            self.done = True
+            self.future.set_result(stop.value)
+        else:
+            self._count(collective)
+            self._work, self._arriving = _launch(collective, self._group)
+
+    def close(self) -> None:
+        self.done = True
+        self._coroutine.close()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def _launch(collective: Collective, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
+    x = collective.tensor
+    match collective:
+        case AllReduce():
+            return dist.all_reduce(x, group=group, async_op=True), x
+        case AllGather():
+            gathered = x.new_empty((dist.get_world_size(group), *x.shape))
+            return all_gather_single(gathered, x, group=group, async_op=True), gathered
+        case AllToAll():
+            received = torch.empty_like(x)
+            return dist.all_to_all_single(received, x, group=group, async_op=True), received
+    raise TypeError(f"an algorithm awaited {collective!r}, which is not a collective")
+
+
+def _describe(algorithm: Algorithm, bucket: Bucket, step: int) -> str:
+    names = ", ".join(x.name for x in bucket.layout.slices)
+    return f"in commhooks {algorithm.__name__}, step {step}, bucket {bucket.index} (parameters: {names})"
+
+
+def _annotate(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}\n{note}",)

@@ -1,0 +1,78 @@
+"""The doors: what `ddp.register_comm_hook` takes. A GradBucket in, a Future of the mean gradient out.
+
+    GradBucket -> Bucket -> algorithm (compress, collective, decompress) -> Future
+
+DDP inspects the annotations of a hook, so they must be real objects: no `from __future__ import annotations` here.
+"""
+
+from torch import Tensor, distributed as dist
+from torch.futures import Future
+
+from commhooks.algorithms.allreduce import allreduce
+from commhooks.algorithms.cast import CastState, bf16, fp16
+from commhooks.algorithms.powersgd import PowerSGDState, powersgd
+from commhooks.binding import find_and_bind, implicit_state
+from commhooks.executor import Algorithm
+from commhooks.state import HookState
+
+
+def allreduce_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The exact mean, in the gradients' own dtype.
+
+    Args:
+        state: None (the model's group), a process group, or a `HookState`.
+        bucket: from DDP.
+    """
+    return _run(allreduce, HookState, state, bucket)
+
+
+def bf16_hook(state: CastState | dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean of the gradients rounded to bfloat16: half the bytes of float32.
+
+    Args:
+        state: None (the model's group), a process group, or a `CastState` with options.
+        bucket: from DDP.
+    """
+    return _run(bf16, CastState, state, bucket)
+
+
+def fp16_hook(state: CastState | dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean of the gradients rounded to float16: half the bytes of float32, finer than bfloat16, overflows at 65504.
+
+    Args:
+        state: None (the model's group), a process group, or a `CastState` with options.
+        bucket: from DDP.
+    """
+    return _run(fp16, CastState, state, bucket)
+
+
+def powersgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean of the gradients, large matrices at low rank with error feedback (arXiv:1905.13727).
+
+    Args:
+        state: a `PowerSGDState`.
+        bucket: from DDP.
+    """
+    return _run(powersgd, PowerSGDState, state, bucket)
+
+
+# What commhooks.register knows of each hook: the state it takes, and whether it makes one where it is given none.
+HOOKS: dict[object, tuple[type[HookState], bool]] = {
+    allreduce_hook: (HookState, True),
+    bf16_hook: (CastState, True),
+    fp16_hook: (CastState, True),
+    powersgd_hook: (PowerSGDState, False),
+}
+
+
+def _run(
+    algorithm: Algorithm, state_type: type[HookState], state: object, grad_bucket: dist.GradBucket
+) -> Future[Tensor]:
+    if state_type is not PowerSGDState and (state is None or isinstance(state, dist.ProcessGroup)):
+        state = implicit_state(state_type, state, grad_bucket)
+    if not isinstance(state, state_type):
+        raise TypeError(f"{algorithm.__name__}_hook takes a {state_type.__name__}, not {state!r}")
+    binding = state.binding
+    if binding is None or not binding.is_alive():
+        binding = find_and_bind(state, grad_bucket.buffer().device)
+    return binding.executor.run(algorithm, binding.bucket(grad_bucket))

@@ -1,0 +1,45 @@
+"""Tensors that belong to parameters, stored flat for each bucket."""
+
+from collections.abc import Callable, Hashable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from commhooks.bucket import Bucket, Layout, Slice
+
+
+class ParameterMemory:
+    """One tensor for each parameter, kept as pieces of one flat tensor for each bucket.
+
+    DDP rebuilds its buckets after the first iteration. When a bucket comes with another layout, its flat tensor is
+    laid out anew and every piece is copied from wherever its parameter lay before.
+    """
+
+    def __init__(self) -> None:
+        self._flat: WeakKeyDictionary[Layout, Tensor] = WeakKeyDictionary()
+        self._pieces: dict[Hashable, Tensor] = {}
+
+    def flat(
+        self,
+        bucket: Bucket,
+        pieces: Sequence[tuple[Slice, int]],
+        dtype: torch.dtype,
+        start: Callable[[Slice, Tensor], object],
+    ) -> Tensor:
+        """The bucket's flat tensor, made of `pieces` (parameter, numel) in their order.
+
+        A piece that was not there before is filled by `start(parameter, piece)`.
+        """
+        flat = self._flat.get(bucket.layout)
+        if flat is None:
+            numels = [numel for _, numel in pieces]
+            flat = torch.empty(sum(numels), dtype=dtype, device=bucket.buffer.device)
+            for (parameter, _), piece in zip(pieces, flat.split(numels), strict=True):
+                if parameter.key in self._pieces:
+                    piece.copy_(self._pieces[parameter.key])
+                else:
+                    start(parameter, piece)
+                self._pieces[parameter.key] = piece
+            self._flat[bucket.layout] = flat
+        return flat

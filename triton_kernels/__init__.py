@@ -1,0 +1,1 @@
+"""Pure tensor functions under the hooks: no torch.distributed, no commhooks."""
