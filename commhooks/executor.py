@@ -141,8 +141,9 @@ def _launch(collective: Collective, group: dist.ProcessGroup) -> tuple[dist.Work
         case AllReduce():
             return dist.all_reduce(x, group=group, async_op=True), x
         case AllGather():
-            gathered = x.new_empty((dist.get_world_size(group), *x.shape))
-            return all_gather_single(gathered, x, group=group, async_op=True), gathered
+            gathered = x.new_empty(dist.get_world_size(group) * x.numel())
+            work = all_gather_single(gathered, x.flatten(), group=group, async_op=True)
+            return work, gathered.view(-1, *x.shape)
         case AllToAll():
             received = torch.empty_like(x)
             return dist.all_to_all_single(received, x, group=group, async_op=True), received
