@@ -19,6 +19,5 @@ class ErrorFeedback:
 
     def residual(self, bucket: Bucket) -> Tensor:
         """The bucket's residual, flat, to be updated in place."""
-        pieces = [(x, x.numel) for x in bucket.layout.slices]
         dtype = ops.compute_dtype(bucket.buffer.dtype)
-        return self._memory.flat(bucket, pieces, dtype, lambda _, piece: piece.zero_())
+        return self._memory.flat(bucket, lambda x: x.numel, dtype, lambda _, piece: piece.zero_())

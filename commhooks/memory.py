@@ -1,6 +1,6 @@
 """Tensors that belong to parameters, stored flat for each bucket."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,19 +23,20 @@ class ParameterMemory:
     def flat(
         self,
         bucket: Bucket,
-        pieces: Sequence[tuple[Slice, int]],
+        numel: Callable[[Slice], int],
         dtype: torch.dtype,
         start: Callable[[Slice, Tensor], object],
     ) -> Tensor:
-        """The bucket's flat tensor, made of `pieces` (parameter, numel) in their order.
+        """The bucket's flat tensor, `numel(parameter)` elements for each parameter in their order.
 
         A piece that was not there before is filled by `start(parameter, piece)`.
         """
         flat = self._flat.get(bucket.layout)
         if flat is None:
-            numels = [numel for _, numel in pieces]
+            parameters = bucket.layout.slices
+            numels = [numel(x) for x in parameters]
             flat = torch.empty(sum(numels), dtype=dtype, device=bucket.buffer.device)
-            for (parameter, _), piece in zip(pieces, flat.split(numels), strict=True):
+            for parameter, piece in zip(parameters, flat.split(numels), strict=True):
                 if parameter.key in self._pieces:
                     piece.copy_(self._pieces[parameter.key])
                 else:

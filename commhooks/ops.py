@@ -9,11 +9,11 @@ from commhooks.triton_kernels.reference import (
     compute_dtype,
     is_finite,
     keep_,
+    next_factor_,
     orthogonalize_,
     project,
     project_t,
     reconstruct_,
-    refill_,
     uncast_,
 )
 
@@ -26,10 +26,10 @@ __all__ = [
     "compute_dtype",
     "is_finite",
     "keep_",
+    "next_factor_",
     "orthogonalize_",
     "project",
     "project_t",
     "reconstruct_",
-    "refill_",
     "uncast_",
 ]

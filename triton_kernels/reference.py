@@ -1,18 +1,19 @@
 """The operations of the hooks in plain torch: the meaning that every kernel is held to.
 
 Tensors are flat unless a shape says otherwise. Arithmetic is float32, float64 where the gradient is float64
-(`compute_dtype`). No function here waits for a GPU.
+(`compute_dtype`). No function here waits for a GPU: where a CPU may look at a value and branch, a GPU selects.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# A column of P shorter than this fraction of its former length, once the columns before it are projected out of it,
-# is rounding noise of the float32 product that made it (2^-24 an operation), and counts as linearly dependent.
+# A row shorter than this fraction of its former length, once the rows before it are projected out of it, is rounding
+# noise of the float32 products that made it (2^-24 an operation), and counts as linearly dependent.
 DEPENDENT = 1e-6
 
 
@@ -32,13 +33,17 @@ class Matrix:
     q: int
 
     def of(self, flat: Tensor) -> Tensor:
-        return flat[self.offset : self.offset + self.rows * self.cols].view(self.rows, self.cols)
+        return _view(flat, self.offset, self.rows, self.cols)
 
     def p_of(self, flat: Tensor) -> Tensor:
-        return flat[self.p : self.p + self.rank * self.rows].view(self.rank, self.rows)
+        return _view(flat, self.p, self.rank, self.rows)
 
     def q_of(self, flat: Tensor) -> Tensor:
-        return flat[self.q : self.q + self.rank * self.cols].view(self.rank, self.cols)
+        return _view(flat, self.q, self.rank, self.cols)
+
+
+def _view(flat: Tensor, offset: int, rows: int, cols: int) -> Tensor:
+    return flat.as_strided((rows, cols), (cols, 1), flat.storage_offset() + offset)
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,17 @@ class Plan:
     matrices: tuple[Matrix, ...]
     vectors: tuple[tuple[int, int], ...]
 
-    @property
+    @cached_property
     def p_numel(self) -> int:
         return sum(x.rank * x.rows for x in self.matrices)
 
-    @property
+    @cached_property
     def q_numel(self) -> int:
         return sum(x.rank * x.cols for x in self.matrices)
+
+    @cached_property
+    def vectors_numel(self) -> int:
+        return sum(numel for _, numel in self.vectors)
 
     def ps(self, flat: Tensor) -> list[Tensor]:
         return [x.p_of(flat) for x in self.matrices]
@@ -64,6 +73,9 @@ class Plan:
 
     def vectors_of(self, flat: Tensor) -> list[Tensor]:
         return [flat[offset : offset + numel] for offset, numel in self.vectors]
+
+    def split_vectors(self, packed: Tensor) -> Sequence[Tensor]:
+        return packed.split([numel for _, numel in self.vectors])
 
 
 class Factors(NamedTuple):
@@ -79,32 +91,30 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def is_finite(*tensors: Tensor) -> Tensor:
-    """A boolean scalar on the tensors' device: is every element finite? (aminmax keeps NaN; one read, no mask.)"""
-    extremes = [extreme for x in tensors if x.numel() for extreme in torch.aminmax(x)]
-    if not extremes:
-        return torch.ones((), dtype=torch.bool, device=tensors[0].device)
-    return torch.isfinite(torch.stack([x.to(torch.float64) for x in extremes])).all()
+def is_finite(x: Tensor) -> Tensor:
+    """A boolean scalar on x's device: is every element finite? One read, no mask."""
+    if x.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    smallest, largest = torch.aminmax(x)  # NaN if any element is
+    return smallest * 0 == largest * 0  # infinity times 0 is NaN, which equals nothing
 
 
 def keep_(kept: Tensor, new: Tensor, ok: Tensor) -> None:
-    """`kept` becomes `new` where the scalar `ok` is true, and stays as it is elsewhere."""
-    if kept.device.type == "cpu":
-        if ok:
-            kept.copy_(new)
-    else:  # asking a GPU tensor for its truth would wait for the GPU
+    """`kept` becomes `new` if the scalar `ok` is true, else it stays as it is."""
+    if kept.is_cuda:
         torch.where(ok, new, kept, out=kept)
+    elif ok:
+        kept.copy_(new)
 
 
 def add(gradient: Tensor, residual: Tensor | None) -> Tensor:
     """M = gradient + residual in the compute dtype: in place in `gradient` where that has it, else a new tensor."""
-    if gradient.dtype != compute_dtype(gradient.dtype):
-        gradient = gradient.to(compute_dtype(gradient.dtype))
-    return gradient if residual is None else gradient.add_(residual)
+    m = gradient.to(compute_dtype(gradient.dtype))
+    return m if residual is None else m.add_(residual)
 
 
 def cast(m: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """m / divisor, rounded to nearest even into `dtype`; NaN stays NaN."""
+    """A new tensor: m / divisor, rounded to nearest even into `dtype`; NaN stays NaN."""
     return m.div(divisor).to(dtype)
 
 
@@ -117,8 +127,8 @@ def uncast_(wire: Tensor, divisor: float, out: Tensor) -> None:
 
 
 def project(m: Tensor, q: Tensor, plan: Plan) -> Tensor:
-    """P = M Q of every matrix, then the vectors: one packed tensor of `plan.p_numel` + vectors elements."""
-    packed = m.new_empty(plan.p_numel + sum(numel for _, numel in plan.vectors))
+    """P = M Q of every matrix, and behind them the vectors: one packed tensor."""
+    packed = m.new_empty(plan.p_numel + plan.vectors_numel)
     for x in plan.matrices:
         torch.mm(x.q_of(q), x.of(m).t(), out=x.p_of(packed))
     _pack_vectors(m, plan, packed[plan.p_numel :])
@@ -126,9 +136,8 @@ def project(m: Tensor, q: Tensor, plan: Plan) -> Tensor:
 
 
 def project_t(m: Tensor, p: Tensor, plan: Plan, *, with_vectors: bool = False) -> Tensor:
-    """Q = M^T P of every matrix, then, if asked for, the vectors: one packed tensor."""
-    vectors = sum(numel for _, numel in plan.vectors) if with_vectors else 0
-    packed = m.new_empty(plan.q_numel + vectors)
+    """Q = M^T P of every matrix, and behind them, if asked for, the vectors: one packed tensor."""
+    packed = m.new_empty(plan.q_numel + (plan.vectors_numel if with_vectors else 0))
     for x in plan.matrices:
         torch.mm(x.p_of(p), x.of(m), out=x.q_of(packed))
     if with_vectors:
@@ -141,7 +150,7 @@ def _pack_vectors(m: Tensor, plan: Plan, out: Tensor) -> None:
         torch.cat(plan.vectors_of(m), out=out)
 
 
-def orthogonalize_(factors: Iterable[Tensor], epsilon: float = 0.0) -> None:
+def orthogonalize_(factors: Sequence[Tensor], epsilon: float = 0.0) -> list[Tensor]:
     """Orthonormalize the rows of every factor (rank, n) in place, first row first, as Gram-Schmidt does.
 
     A row that depends on those before it becomes zero; so does a zero row. With `epsilon`, each row is divided by its
@@ -149,44 +158,74 @@ def orthogonalize_(factors: Iterable[Tensor], epsilon: float = 0.0) -> None:
 
     The method is Cholesky QR: the Gram matrices of all factors are small enough to be treated together. They are
     float64, for they square the condition number (1e5 becomes 1e10, of 1e16) and the magnitude (1e38 becomes 1e76).
+
+    Returns:
+        For each factor, which of its rows were dependent: bool, (rank,).
     """
-    by_rank: dict[int, list[Tensor]] = {}
-    for x in factors:
-        by_rank.setdefault(x.shape[0], []).append(x)
-    for group in by_rank.values():
-        rows = [x.double() for x in group]
+    dependent: dict[int, Tensor] = {}
+    for rank in {x.shape[0] for x in factors}:
+        group = [i for i, x in enumerate(factors) if x.shape[0] == rank]
+        rows = [factors[i].double() for i in group]
         gram = torch.stack([x @ x.t() for x in rows])  # (matrices, rank, rank)
-        for x, row, transform in zip(group, rows, _inverse_cholesky(gram, epsilon), strict=True):
-            x.copy_(transform @ row)
+        transforms, lost = _inverse_cholesky(gram, epsilon)
+        for i, row, transform in zip(group, rows, transforms, strict=True):
+            factors[i].copy_(transform @ row)
+        dependent |= zip(group, lost, strict=True)
+    return [dependent[i] for i in range(len(factors))]
 
 
-def _inverse_cholesky(gram: Tensor, epsilon: float) -> Tensor:
-    """T (batch, rank, rank), lower triangular, for which the rows of T X are orthonormal or zero, from gram = X X^T."""
-    rank = gram.shape[-1]
-    square_norms = gram.diagonal(dim1=1, dim2=2).clone()  # (batch, rank)
+def _inverse_cholesky(gram: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """From gram = X X^T (batch, rank, rank): the lower triangular T for which the rows of T X are orthonormal or,
+    where they depend on those before them, zero; and which those are (batch, rank).
+    """
+    square_norms = gram.diagonal(dim1=1, dim2=2)  # (batch, rank)
+    lower, info = torch.linalg.cholesky_ex(gram)
+    norms = lower.diagonal(dim1=1, dim2=2)  # of each row, less its projection on those before it
+    independent = (info == 0)[:, None] & (norms > DEPENDENT * square_norms.sqrt())
+    if gram.is_cuda or not independent.all():
+        lower, norms = _cholesky_of_dependent(gram)
+    dependent = norms == 0
+    lower.diagonal(dim1=1, dim2=2).masked_fill_(dependent, 1.0)  # to be invertible; that row of T is dropped below
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    transform = torch.linalg.solve_triangular(lower, eye.expand_as(gram), upper=False)
+    return transform * torch.where(dependent, 0.0, norms / (norms + epsilon))[:, :, None], dependent
+
+
+def _cholesky_of_dependent(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """The Cholesky factor with zero columns where rows of X depend on those before them; and its diagonal."""
+    smallest = DEPENDENT**2 * gram.diagonal(dim1=1, dim2=2)  # (batch, rank)
     lower = torch.zeros_like(gram)
-    norms = torch.zeros_like(square_norms)
-    for j in range(rank):
-        pivot = gram[:, j, j]  # the square of what is left of row j
-        norms[:, j] = torch.where(pivot <= DEPENDENT**2 * square_norms[:, j], 0.0, pivot.sqrt())
-        column = gram[:, :, j] * torch.where(norms[:, j] == 0, 0.0, 1 / norms[:, j])[:, None]
+    for j in range(gram.shape[-1]):
+        square = gram[:, j, j]
+        scale = torch.where(square <= smallest[:, j], 0.0, square.rsqrt())  # NaN stays NaN
+        column = gram[:, :, j] * scale[:, None]
         lower[:, :, j] = column
         gram = gram - column[:, :, None] * column[:, None, :]
-    dependent = norms == 0
-    lower.diagonal(dim1=1, dim2=2).masked_fill_(dependent, 1.0)  # invertible; its row of the inverse is dropped
-    eye = torch.eye(rank, dtype=gram.dtype, device=gram.device)
-    transform = torch.linalg.solve_triangular(lower, eye.expand_as(gram), upper=False)
-    return transform * torch.where(dependent, 0.0, norms / (norms + epsilon))[:, :, None]
+    return lower.tril_(), lower.diagonal(dim1=1, dim2=2).clone()
 
 
-def refill_(factors: Iterable[Tensor], fresh: Iterable[Tensor]) -> None:
-    """Replace the zero rows of every factor (rank, n) by the same rows of `fresh`; scale the others to magnitude 1.
+def next_factor_(kept: Tensor, new: Tensor, lost: list[Tensor], fresh: Tensor, ok: Tensor, sizes: list[int]) -> None:
+    """If `ok`, `kept` becomes `new`, each matrix's factor scaled to largest magnitude 1 and its `lost` rows `fresh`.
 
-    A row is zero once its matrix had too low a rank for it. Multiplying by zero would keep it so for ever.
+    A row lost to a rank-deficient matrix would stay zero for ever: it is M times zero. The scale keeps the next product
+    from squaring the gradient's magnitude; it changes no result, for that product is orthogonalized.
+
+    Args:
+        kept, new, fresh: packed factors.
+        lost: of each factor, bool (rank,).
+        ok: bool scalar.
+        sizes: numel of each factor.
     """
-    for x, new in zip(factors, fresh, strict=True):
-        largest = x.abs().amax(1, keepdim=True)  # (rank, 1)
-        torch.where(largest > 0, x / largest, new, out=x)
+    if not kept.is_cuda and not ok:
+        return
+    factors = new.split(sizes)
+    scales = [x.clamp_min(torch.finfo(x.dtype).tiny) for x in torch._foreach_norm(factors, float("inf"))]
+    scaled = torch._foreach_div(factors, scales)
+    if kept.is_cuda or torch.cat(lost).any():
+        for x, rows, drawn in zip(scaled, lost, fresh.split(sizes), strict=True):
+            rank = len(rows)
+            torch.where(rows[:, None], drawn.view(rank, -1), x.view(rank, -1), out=x.view(rank, -1))
+    keep_(kept, torch.cat(scaled), ok)
 
 
 def reconstruct_(
@@ -197,19 +236,24 @@ def reconstruct_(
     `m` is overwritten; it may be `out` itself.
     """
     if residual is not None:
-        rest = m.clone()
-        for x in plan.matrices:
-            x.of(rest).addmm_(x.p_of(sent.p).t(), x.q_of(sent.q), alpha=-1)
-        _subtract_vectors(rest, sent.vectors, plan)
-        keep_(residual, rest, ok)
+        if residual.is_cuda:
+            rest = torch.empty_like(residual)
+            _rest_(rest, m, plan, sent)
+            keep_(residual, rest, ok)
+        elif ok:
+            _rest_(residual, m, plan, sent)
     for x in plan.matrices:
         torch.mm(x.p_of(mean.p).t(), x.q_of(mean.q), out=x.of(m))
     if plan.vectors:
-        torch._foreach_copy_(plan.vectors_of(m), mean.vectors.split([numel for _, numel in plan.vectors]))
+        torch._foreach_copy_(plan.vectors_of(m), plan.split_vectors(mean.vectors))
     if out is not m:
         out.copy_(m)
 
 
-def _subtract_vectors(rest: Tensor, vectors: Tensor, plan: Plan) -> None:
+def _rest_(rest: Tensor, m: Tensor, plan: Plan, sent: Factors) -> None:
+    for x in plan.matrices:
+        torch.addmm(x.of(m), x.p_of(sent.p).t(), x.q_of(sent.q), alpha=-1, out=x.of(rest))
     if plan.vectors:
-        torch._foreach_sub_(plan.vectors_of(rest), vectors.split([numel for _, numel in plan.vectors]))
+        rests = plan.vectors_of(rest)
+        torch._foreach_copy_(rests, plan.vectors_of(m))
+        torch._foreach_sub_(rests, plan.split_vectors(sent.vectors))

@@ -142,32 +142,30 @@ class PowerSGDState(HookState):
         return plan
 
     def factor(self, side: Side, bucket: Bucket) -> Tensor:
-        """The packed P or Q of the bucket that the last step left behind, random at first; to be updated in place."""
-        return self._packed(self._factors[side], side, bucket)
+        """The bucket's packed P or Q to project on: the last step's, with warm start; else random."""
+        if self.warm_start:
+            return self._packed(self._factors[side], side, bucket)
+        return self._packed(ParameterMemory(), side, bucket, draw=self.step)
 
-    def starting_factor(self, side: Side, bucket: Bucket) -> Tensor:
-        """A new tensor: the packed P or Q to project on. Columns lost to a rank-deficient matrix are random again;
-        all are, without warm start.
-        """
-        if not self.warm_start:
-            return self._packed(ParameterMemory(), side, bucket, draw=self.step)
-        plan = self.plan(bucket.layout)
-        split = plan.ps if side == "p" else plan.qs
-        factor = self.factor(side, bucket).clone()
-        ops.refill_(split(factor), split(self._packed(self._fresh[side], side, bucket)))
-        return factor
+    def keep_factor(self, side: Side, bucket: Bucket, new: Tensor, lost: list[Tensor], ok: Tensor) -> None:
+        """If `ok`, the next step begins with `new`, but for its lost rows, which are random again."""
+        if self.warm_start:
+            kept, fresh = self.factor(side, bucket), self._packed(self._fresh[side], side, bucket)
+            plan = self.plan(bucket.layout)
+            sizes = [x.rank * (x.rows if side == "p" else x.cols) for x in plan.matrices]
+            ops.next_factor_(kept, new, lost, fresh, ok, sizes)
 
     def _packed(self, memory: ParameterMemory, side: Side, bucket: Bucket, draw: int = 0) -> Tensor:
+        def numel(parameter: Slice) -> int:
+            n, m = matrix_shape(parameter.shape)
+            return self.rank_of(parameter.shape) * (n if side == "p" else m)
+
         def randomize(parameter: Slice, piece: Tensor) -> None:
             # Seeded by the parameter's name: whatever bucket it lies in, all ranks draw the same numbers for it.
             seed = zlib.crc32(f"{self.random_seed}/{parameter.name}/{side}/{draw}".encode())
             piece.normal_(generator=torch.Generator(piece.device).manual_seed(seed))
 
-        pieces = []
-        for x in bucket.layout.slices:
-            n, m = matrix_shape(x.shape)
-            pieces.append((x, self.rank_of(x.shape) * (n if side == "p" else m)))
-        return memory.flat(bucket, pieces, ops.compute_dtype(bucket.buffer.dtype), randomize)
+        return memory.flat(bucket, numel, ops.compute_dtype(bucket.buffer.dtype), randomize)
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -195,17 +193,17 @@ async def _full_step(
 
     Returns the mean factors, this rank's part of them, and whether all ranks' numbers were finite.
     """
-    q = state.starting_factor("q", bucket)
+    q = state.factor("q", bucket)
     sent, mean = await _mean(ops.project(m, q, plan), state.wire_dtype, comm)
-    ok = ops.is_finite(mean)
     vectors, sent_vectors = mean[plan.p_numel :], sent[plan.p_numel :]
+    ok = ops.is_finite(vectors)
     if not plan.matrices:
         return ops.Factors(q, q, vectors), ops.Factors(q, q, sent_vectors), ok
     p = mean[: plan.p_numel]
-    ops.orthogonalize_(plan.ps(p), state.orthogonalization_epsilon)
+    lost = ops.orthogonalize_(plan.ps(p), state.orthogonalization_epsilon)
     sent_q, q = await _mean(ops.project_t(m, p, plan), state.wire_dtype, comm)
-    ok = ok & ops.is_finite(q)
-    ops.keep_(state.factor("q", bucket), q, ok)
+    ok = ok & ops.is_finite(q)  # of P as well: what is not finite in it, orthogonalization has spread
+    state.keep_factor("q", bucket, q, lost, ok)
     return ops.Factors(p, q, vectors), ops.Factors(p, sent_q, sent_vectors), ok
 
 
@@ -215,12 +213,12 @@ async def _half_step(
     """P = M Q in even steps, Q = M^T P in odd ones, the factor projected on orthogonalized. Returns as `_full_step`."""
     left = state.step % 2 == 0
     fixed, moving, numel = ("q", "p", plan.p_numel) if left else ("p", "q", plan.q_numel)
-    basis = state.starting_factor(fixed, bucket)
-    ops.orthogonalize_(plan.qs(basis) if left else plan.ps(basis), state.orthogonalization_epsilon)
+    basis = state.factor(fixed, bucket).clone()
+    lost = ops.orthogonalize_(plan.qs(basis) if left else plan.ps(basis), state.orthogonalization_epsilon)
     local = ops.project(m, basis, plan) if left else ops.project_t(m, basis, plan, with_vectors=True)
     sent, mean = await _mean(local, state.wire_dtype, comm)
     ok = ops.is_finite(mean)
-    ops.keep_(state.factor(moving, bucket), mean[:numel], ok)
+    state.keep_factor(moving, bucket, mean[:numel], lost, ok)
 
     def factors(packed: Tensor) -> ops.Factors:
         thin, vectors = packed[:numel], packed[numel:]
