@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -89,8 +89,17 @@ class Rig:
             "OMP_NUM_THREADS": "1",
         }
 
-    def run(self, command: Sequence[str], *, timeout: float, log: Path | None = None) -> None:
-        """Run the command once for each rank, to the end of all.
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        timeout: float,
+        log: Path | None = None,
+        on_tick: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run the command once for each rank, to the end of all; their output goes to `log`, if there is one.
+
+        `on_tick` is called several times a second meanwhile.
 
         Raises:
             RigError: a rank exited with another status than 0, or some still ran after `timeout` seconds.
@@ -108,7 +117,7 @@ class Rig:
                 for rank in range(self.world_size)
             ]
             try:
-                _wait(ranks, time.monotonic() + timeout)
+                _wait(ranks, time.monotonic() + timeout, on_tick)
             finally:
                 for process in ranks:
                     if process.poll() is None:
@@ -176,14 +185,15 @@ def isolate_or_say_why() -> bool:
     return not reason
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], deadline: float) -> None:
+def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, on_tick: Callable[[], None]) -> None:
     """Until all have ended, or the deadline; shortly after the first failure at the latest."""
     while any(process.poll() is None for process in processes):
         if time.monotonic() > deadline:
             return
         if any(process.poll() for process in processes):
             deadline = min(deadline, time.monotonic() + GRACE)
-        time.sleep(0.02)
+        on_tick()
+        time.sleep(0.2)
 
 
 def _ip(arguments: str) -> None:

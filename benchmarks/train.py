@@ -6,6 +6,7 @@ one with the results. `seconds` is time spent in training steps alone.
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -164,7 +165,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--interface", required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     if args.steps <= WARM_UP:
@@ -174,7 +174,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     training = Training(VARIANTS[args.variant], args.rank, args.batch, args.lr)
     with args.out.open("w") if dist.get_rank() == 0 else nullcontext() as out:
-        results = run(training, args.steps, args.seconds, args.interface, out)
+        results = run(training, args.steps, args.seconds, os.environ["GLOO_SOCKET_IFNAME"], out)
         if out:
             out.write(json.dumps(results) + "\n")
     dist.barrier()

@@ -1,5 +1,7 @@
 """Error feedback: what compression left out of a gradient is added to the next one (arXiv:1901.09847)."""
 
+from collections.abc import Hashable
+
 from torch import Tensor
 
 from commhooks import ops
@@ -16,6 +18,11 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self._memory = ParameterMemory()
+
+    @property
+    def residuals(self) -> dict[Hashable, Tensor]:
+        """Each parameter's residual, flat, by the parameter's key."""
+        return self._memory.pieces
 
     def residual(self, bucket: Bucket) -> Tensor:
         """The bucket's residual, flat, to be updated in place."""

@@ -14,11 +14,14 @@ class ParameterMemory:
 
     DDP rebuilds its buckets after the first iteration. When a bucket comes with another layout, its flat tensor is
     laid out anew and every piece is copied from wherever its parameter lay before.
+
+    Attributes:
+        pieces: each parameter's tensor, flat, by the parameter's key.
     """
 
     def __init__(self) -> None:
         self._flat: WeakKeyDictionary[Layout, Tensor] = WeakKeyDictionary()
-        self._pieces: dict[Hashable, Tensor] = {}
+        self.pieces: dict[Hashable, Tensor] = {}
 
     def flat(
         self,
@@ -37,10 +40,10 @@ class ParameterMemory:
             numels = [numel(x) for x in parameters]
             flat = torch.empty(sum(numels), dtype=dtype, device=bucket.buffer.device)
             for parameter, piece in zip(parameters, flat.split(numels), strict=True):
-                if parameter.key in self._pieces:
-                    piece.copy_(self._pieces[parameter.key])
+                if parameter.key in self.pieces:
+                    piece.copy_(self.pieces[parameter.key])
                 else:
                     start(parameter, piece)
-                self._pieces[parameter.key] = piece
+                self.pieces[parameter.key] = piece
             self._flat[bucket.layout] = flat
         return flat

@@ -149,9 +149,9 @@ class PowerSGDState(HookState):
 
     def keep_factor(self, side: Side, bucket: Bucket, new: Tensor, lost: list[Tensor], ok: Tensor) -> None:
         """If `ok`, the next step begins with `new`, but for its lost rows, which are random again."""
-        if self.warm_start:
+        plan = self.plan(bucket.layout)
+        if self.warm_start and plan.matrices:
             kept, fresh = self.factor(side, bucket), self._packed(self._fresh[side], side, bucket)
-            plan = self.plan(bucket.layout)
             sizes = [x.rank * (x.rows if side == "p" else x.cols) for x in plan.matrices]
             ops.next_factor_(kept, new, lost, fresh, ok, sizes)
 
