@@ -1,7 +1,6 @@
 """Tensors that belong to parameters, stored flat for each bucket."""
 
 from collections.abc import Callable, Hashable
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,8 +19,9 @@ class ParameterMemory:
     """
 
     def __init__(self) -> None:
-        self._flat: WeakKeyDictionary[Layout, Tensor] = WeakKeyDictionary()
         self.pieces: dict[Hashable, Tensor] = {}
+        self._homes: dict[Hashable, Layout] = {}  # whose flat tensor a parameter's piece lies in
+        self._flat: dict[Layout, Tensor] = {}
 
     def flat(
         self,
@@ -30,20 +30,27 @@ class ParameterMemory:
         dtype: torch.dtype,
         start: Callable[[Slice, Tensor], object],
     ) -> Tensor:
-        """The bucket's flat tensor, `numel(parameter)` elements for each parameter in their order.
+        """The bucket's flat tensor, made of `numel(parameter)` elements for each parameter in their order.
 
         A piece that was not there before is filled by `start(parameter, piece)`.
         """
-        flat = self._flat.get(bucket.layout)
+        layout = bucket.layout
+        flat = self._flat.get(layout)
         if flat is None:
-            parameters = bucket.layout.slices
-            numels = [numel(x) for x in parameters]
+            numels = [numel(x) for x in layout.slices]
             flat = torch.empty(sum(numels), dtype=dtype, device=bucket.buffer.device)
-            for parameter, piece in zip(parameters, flat.split(numels), strict=True):
-                if parameter.key in self.pieces:
-                    piece.copy_(self.pieces[parameter.key])
-                else:
-                    start(parameter, piece)
-                self.pieces[parameter.key] = piece
-            self._flat[bucket.layout] = flat
+            for parameter, piece in zip(layout.slices, flat.split(numels), strict=True):
+                self._move(parameter, piece, layout, start)
+            self._flat[layout] = flat
         return flat
+
+    def _move(
+        self, parameter: Slice, piece: Tensor, layout: Layout, start: Callable[[Slice, Tensor], object]
+    ) -> None:
+        key = parameter.key
+        if key in self.pieces:
+            piece.copy_(self.pieces[key])
+            self._flat.pop(self._homes[key], None)  # no longer whole
+        else:
+            start(parameter, piece)
+        self.pieces[key], self._homes[key] = piece, layout
