@@ -12,6 +12,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +21,7 @@ import matplotlib as mpl
 import torch
 from matplotlib import pyplot as plt
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks.rig import Rig, RigError, isolate_or_say_why, parse_rate, positive
@@ -125,8 +126,12 @@ def plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def _show(progress: Progress, task: TaskID, fraction: float) -> None:
+    progress.update(task, completed=fraction)
+
+
 def _processor() -> str:
-    with open("/proc/cpuinfo") as file:
+    with Path("/proc/cpuinfo").open() as file:
         names = {line.partition(":")[2].strip() for line in file if line.startswith("model name")}
     return ", ".join(names) or platform.machine()
 
@@ -135,7 +140,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=positive, default=2)
     parser.add_argument("--ranks-per-node", type=positive, default=1)
-    parser.add_argument("--rate", type=parse_rate, default="100mbit", help="of each link, or none (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=parse_rate, default="100mbit", help="of each link, or none (default: %(default)s)"
+    )
     parser.add_argument("--rank", type=positive, default=4, help="of PowerSGD's factors (default: %(default)s)")
     parser.add_argument("--steps", type=positive, default=32, help="to compare losses after (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for results (default: %(default)s)")
@@ -156,7 +163,8 @@ def main() -> None:
             tasks = {name: progress.add_task(variant.label, total=1, start=False) for name, variant in VARIANTS.items()}
             for name, task in tasks.items():
                 progress.start_task(task)
-                rows.append(run_variant(rig, name, args, seconds, lambda x, t=task: progress.update(t, completed=x)))
+                tick = partial(_show, progress, task)
+                rows.append(run_variant(rig, name, args, seconds, tick))
                 progress.update(task, completed=1)
                 progress.stop_task(task)
                 seconds = seconds or rows[0]["steps"][-1]["seconds"]

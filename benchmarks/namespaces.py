@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x20000, 0x10000000, 0x20000000, 0x40000000
 PR_SET_PDEATHSIG = 1
@@ -75,8 +76,7 @@ def _unshare() -> None:
     if _libc.unshare(flags | CLONE_NEWUSER) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     for name, text in (("uid_map", f"0 {uid} 1"), ("setgroups", "deny"), ("gid_map", f"0 {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
+        Path(f"/proc/self/{name}").write_text(text)
 
 
 def _die_with_parent() -> None:

@@ -104,7 +104,7 @@ class Rig:
         Raises:
             RigError: a rank exited with another status than 0, or some still ran after `timeout` seconds.
         """
-        with open(log or os.devnull, "w") as file:
+        with Path(log or os.devnull).open("w") as file:
             output = file if log else None
             ranks = [
                 subprocess.Popen(
@@ -150,7 +150,7 @@ class Rig:
 
 def tx_bytes(interface: str) -> int:
     """Bytes that this process's network namespace has sent through the interface."""
-    with open("/proc/self/net/dev") as file:
+    with Path("/proc/self/net/dev").open() as file:
         for line in file:
             name, _, counters = line.partition(":")
             if name.strip() == interface:
@@ -201,7 +201,7 @@ def _ip(arguments: str) -> None:
 
 
 def _run(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True)
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
     if done.returncode:
         raise RigError(f"{command}: {done.stderr.strip()}")
 
@@ -210,7 +210,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=positive, default=2, help="default: %(default)s")
     parser.add_argument("--ranks-per-node", type=positive, default=1, help="default: %(default)s")
-    parser.add_argument("--rate", type=parse_rate, default="100mbit", help="of each link, or none (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=parse_rate, default="100mbit", help="of each link, or none (default: %(default)s)"
+    )
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for all (default: %(default)s)")
     parser.add_argument("command", nargs="+", help="what every rank runs, behind --")
     args = parser.parse_args()

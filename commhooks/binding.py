@@ -27,7 +27,9 @@ class Binding:
     """
 
     def __init__(self, state: HookState, ddp: DDP | None, device: torch.device) -> None:
-        group = state.process_group or (ddp and ddp.process_group)
+        group = state.process_group
+        if group is None and ddp is not None:
+            group = ddp.process_group
         if group is None:
             raise ValueError(
                 f"process_group of this {type(state).__name__} is None, and no DDP model is known to use it: "
@@ -82,8 +84,8 @@ def bind(state: HookState, ddp: DDP) -> Binding:
     """
     if state.binding is not None and state.binding.is_alive():
         raise ValueError(one_model_only(state))
-    state.binding = Binding(state, ddp, next(ddp.module.parameters()).device)
-    return state.binding
+    state.binding = binding = Binding(state, ddp, next(ddp.module.parameters()).device)
+    return binding
 
 
 def find_and_bind(state: HookState, device: torch.device) -> Binding:
@@ -95,8 +97,8 @@ def find_and_bind(state: HookState, device: torch.device) -> Binding:
     models = find_models(lambda ddp: any(s is state for _, s in ddp._comm_hooks))
     if len(models) > 1:
         raise ValueError(one_model_only(state))
-    state.binding = Binding(state, models[0] if models else None, device)
-    return state.binding
+    state.binding = binding = Binding(state, models[0] if models else None, device)
+    return binding
 
 
 # The states made for models whose hook was registered with None or a process group, and how to find the model of a

@@ -122,7 +122,7 @@ class _Task:
             collective = self._coroutine.send(self._arriving)  # type: ignore[arg-type]  # the first is None
         except StopIteration as stop:
             self.done = True
-            self.future.set_result(stop.value)
+            self.future.set_result(stop.value)  # type: ignore[no-untyped-call]
         else:
             self._count(collective)
             self._work, self._arriving = _launch(collective, self._group)

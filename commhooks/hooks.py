@@ -5,6 +5,9 @@
 DDP inspects the annotations of a hook, so they must be real objects: no `from __future__ import annotations` here.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, distributed as dist
 from torch.futures import Future
 
@@ -57,7 +60,7 @@ def powersgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tenso
 
 
 # What commhooks.register knows of each hook: the state it takes, and whether it makes one where it is given none.
-HOOKS: dict[object, tuple[type[HookState], bool]] = {
+HOOKS: dict[Callable[..., Any], tuple[type[HookState], bool]] = {
     allreduce_hook: (HookState, True),
     bf16_hook: (CastState, True),
     fp16_hook: (CastState, True),

@@ -44,9 +44,7 @@ class ParameterMemory:
             self._flat[layout] = flat
         return flat
 
-    def _move(
-        self, parameter: Slice, piece: Tensor, layout: Layout, start: Callable[[Slice, Tensor], object]
-    ) -> None:
+    def _move(self, parameter: Slice, piece: Tensor, layout: Layout, start: Callable[[Slice, Tensor], object]) -> None:
         key = parameter.key
         if key in self.pieces:
             piece.copy_(self.pieces[key])

@@ -74,8 +74,8 @@ class Plan:
     def vectors_of(self, flat: Tensor) -> list[Tensor]:
         return [flat[offset : offset + numel] for offset, numel in self.vectors]
 
-    def split_vectors(self, packed: Tensor) -> Sequence[Tensor]:
-        return packed.split([numel for _, numel in self.vectors])
+    def split_vectors(self, packed: Tensor) -> list[Tensor]:
+        return list(packed.split([numel for _, numel in self.vectors]))
 
 
 class Factors(NamedTuple):

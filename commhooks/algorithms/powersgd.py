@@ -63,7 +63,7 @@ class PowerSGDState(HookState):
         self,
         process_group: dist.ProcessGroup | None = None,
         matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1_000,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803 - torch's name
         min_compression_rate: float = 2,
         use_error_feedback: bool = True,
         warm_start: bool = True,
@@ -89,7 +89,9 @@ class PowerSGDState(HookState):
         if not 0 <= orthogonalization_epsilon < float("inf"):
             raise ValueError(f"orthogonalization_epsilon is {orthogonalization_epsilon}; it must be at least 0, finite")
         if alternating and not warm_start:
-            raise ValueError("warm_start is False; with alternating=True it must be True: each half-step needs the last")
+            raise ValueError(
+                "warm_start is False; with alternating=True it must be True: each half-step needs the last"
+            )
         self.matrix_approximation_rank = checked_int("matrix_approximation_rank", matrix_approximation_rank, least=1)
         self.min_compression_rate = min_compression_rate
         self.use_error_feedback = use_error_feedback
@@ -212,7 +214,9 @@ async def _half_step(
 ) -> tuple[ops.Factors, ops.Factors, Tensor]:
     """P = M Q in even steps, Q = M^T P in odd ones, the factor projected on orthogonalized. Returns as `_full_step`."""
     left = state.step % 2 == 0
-    fixed, moving, numel = ("q", "p", plan.p_numel) if left else ("p", "q", plan.q_numel)
+    fixed: Side = "q" if left else "p"
+    moving: Side = "p" if left else "q"
+    numel = plan.p_numel if left else plan.q_numel
     basis = state.factor(fixed, bucket).clone()
     lost = ops.orthogonalize_(plan.qs(basis) if left else plan.ps(basis), state.orthogonalization_epsilon)
     local = ops.project(m, basis, plan) if left else ops.project_t(m, basis, plan, with_vectors=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 # Ranks are forked from a process that has imported torch and started no thread.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.parallel", "commhooks"])
+_context.set_forkserver_preload(["torch.nn.parallel", "torch._dynamo", "commhooks"])  # DDP imports dynamo
 
 
 class RankError(AssertionError):
@@ -35,8 +35,8 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, tmp_pat
         write.close()
     answers = []
     try:
-        for rank, (read, _) in enumerate(pipes):
-            answers.append(_answer(rank, read, timeout))
+        for read, _ in pipes:
+            answers.append(_answer(read, timeout))
         for process in ranks:
             process.join(timeout)
     finally:
@@ -50,7 +50,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, tmp_pat
     return [value for _, value in answers]
 
 
-def _answer(rank: int, read: Connection, timeout: float) -> tuple[bool, Any]:
+def _answer(read: Connection, timeout: float) -> tuple[bool, Any]:
     if not read.poll(timeout):
         return False, f"hung for {timeout} s"
     try:
