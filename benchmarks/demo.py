@@ -42,10 +42,9 @@ def run_variant(rig: Rig, name: str, args: argparse.Namespace, seconds: float, t
 
     def on_tick() -> None:
         lines = out.read_text().splitlines()
-        if lines and lines[-1].endswith("}"):
-            last = json.loads(lines[-1])
-            done = min(last["step"] / args.steps, last["seconds"] / seconds if seconds else 1.0)
-            tick(min(done, 1.0)) if "step" in last else None
+        last = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
+        if "step" in last:
+            tick(min(last["step"] / args.steps, last["seconds"] / seconds if seconds else 1.0, 1.0))
 
     rig.run(command, timeout=TIMEOUT, log=args.out / f"demo-{name}.log", on_tick=on_tick)
     *steps, results = map(json.loads, out.read_text().splitlines())

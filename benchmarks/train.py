@@ -176,7 +176,8 @@ def main() -> None:
         results = run(training, args.steps, args.seconds, os.environ["GLOO_SOCKET_IFNAME"], out)
         if out:
             out.write(json.dumps(results) + "\n")
-    dist.barrier()
+    last = dist.barrier(async_op=True)  # kept until the end, as in the example
+    last.wait()
     dist.destroy_process_group()
 
 

@@ -100,7 +100,7 @@ class _Task:
         self.done = False
         self._coroutine = algorithm(state, bucket, comm)
         self._group, self._stream = group, stream
-        self._count = lambda collective: state.count(collective, comm.world_size)
+        self._state, self._world_size = state, comm.world_size
         self._work: dist.Work | None = None
         self._arriving: Tensor | None = None  # what the pending collective will have filled
         self._where = _describe(algorithm, bucket, state.step)
@@ -122,9 +122,9 @@ class _Task:
             collective = self._coroutine.send(self._arriving)  # type: ignore[arg-type]  # the first is None
         except StopIteration as stop:
             self.done = True
-            self.future.set_result(stop.value)  # type: ignore[no-untyped-call]
+            self.future.set_result(stop.value)
         else:
-            self._count(collective)
+            self._state.count(collective, self._world_size)
             self._work, self._arriving = _launch(collective, self._group)
 
     def close(self) -> None:

@@ -122,7 +122,10 @@ def main() -> None:
         if dist.get_rank() == 0 and step % 10 == 0:
             print(f"step {step:4d}   loss {loss.item():.3f}   {(time.perf_counter() - start) / step * 1e3:.0f} ms/step")
 
-    dist.barrier()
+    # gloo's thread lets go of a collective a moment after wait() has returned, and needs the interpreter for it: kept
+    # until the end, the last one cannot come too late, which would abort the process now and then.
+    last = dist.barrier(async_op=True)
+    last.wait()
     dist.destroy_process_group()
 
 
