@@ -48,7 +48,8 @@ def run_variant(rig: Rig, name: str, args: argparse.Namespace, seconds: float, t
 
     rig.run(command, timeout=TIMEOUT, log=args.out / f"demo-{name}.log", on_tick=on_tick)
     *steps, results = map(json.loads, out.read_text().splitlines())
-    return {"hook": VARIANTS[name].label, **results, "steps": steps}
+    variant = VARIANTS[name]
+    return {"hook": variant.label, "bucket_cap_mb": variant.bucket_cap_mb, **results, "steps": steps}
 
 
 def summarize(rows: list[Row], args: argparse.Namespace, link_rate: float, isolated: bool) -> dict[str, Any]:
@@ -86,6 +87,7 @@ def table(summary: dict[str, Any], seconds: float) -> Table:
     result = Table(title=title)
     result.add_column("hook")
     for column in (
+        "bucket\nMB",
         "step\nms",
         "floor\nms",
         "step /\nfloor",
@@ -100,6 +102,7 @@ def table(summary: dict[str, Any], seconds: float) -> Table:
     for row in hooks:
         result.add_row(
             row["hook"],
+            f"{row['bucket_cap_mb']:g}",
             f"{row['step_ms']:.0f}",
             f"{row['floor_ms']:.0f}",
             f"{row['step_ms'] / row['floor_ms']:.2f}",
@@ -143,13 +146,13 @@ def main() -> None:
         "--rate", type=parse_rate, default="100mbit", help="of each link, or none (default: %(default)s)"
     )
     parser.add_argument("--rank", type=positive, default=4, help="of PowerSGD's factors (default: %(default)s)")
-    parser.add_argument("--steps", type=positive, default=32, help="to compare losses after (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=40, help="to compare losses after (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("build"), help="folder for results (default: %(default)s)")
     args = parser.parse_args()
 
     isolated = isolate_or_say_why()
     args.out.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     columns = (TextColumn("{task.description:32}"), BarColumn(), TimeElapsedColumn())
     rows: list[Row] = []
     seconds = 0.0  # of plain DDP, which comes first

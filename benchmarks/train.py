@@ -66,11 +66,12 @@ def _torch_powersgd(ddp: DDP, rank: int) -> None:
 VARIANTS = {
     "plain": Variant("plain DDP", lambda *_: None),
     "bf16": Variant("bf16_hook", _ours(commhooks.bf16_hook)),
-    "powersgd": Variant("powersgd_hook", _powersgd()),
-    "powersgd-bf16": Variant("powersgd_hook, bf16 wire", _powersgd(wire_dtype=torch.bfloat16)),
-    "powersgd-alternating": Variant("powersgd_hook, alternating", _powersgd(alternating=True)),
+    "powersgd": Variant("powersgd_hook, bf16 wire", _powersgd(wire_dtype=torch.bfloat16), bucket_cap_mb=5),
+    "powersgd-alternating": Variant(
+        "powersgd_hook, alternating, bf16 wire", _powersgd(wire_dtype=torch.bfloat16, alternating=True), bucket_cap_mb=5
+    ),
     "torch-fp16": Variant("torch fp16_compress_hook", _torch_fp16),
-    "torch-powersgd": Variant("torch powerSGD_hook, one bucket", _torch_powersgd, bucket_cap_mb=1000),
+    "torch-powersgd": Variant("torch powerSGD_hook, one bucket", _torch_powersgd, bucket_cap_mb=100),
 }
 
 

@@ -34,7 +34,7 @@ class Inline:
         self._group = group
         self._comm = Comm(dist.get_rank(group), dist.get_world_size(group))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._tasks: list[_Task] = []  # in flight, oldest first
+        self._tasks: list[_Task] = []  # in flight, the newest first: it has the most collectives still to launch
 
     def run(self, algorithm: Algorithm, bucket: Bucket) -> Future[Tensor]:
         """Start the bucket's coroutine and take all coroutines as far as this executor does in one hook call.
@@ -56,14 +56,17 @@ class Inline:
         return task.future
 
     def _schedule(self, task: "_Task") -> None:
-        self._tasks.append(task)
+        self._tasks = [task]
         self._drain()
 
     def _drain(self) -> None:
         while self._tasks:
-            for task in self._tasks:
-                task.advance()
-            self._tasks = [task for task in self._tasks if not task.done]
+            self._advance()
+
+    def _advance(self) -> None:
+        for task in self._tasks:
+            task.advance()
+        self._tasks = [task for task in self._tasks if not task.done]
 
     def _abandon(self) -> None:
         for task in self._tasks:
@@ -79,9 +82,8 @@ class Pipelined(Inline):
     """
 
     def _schedule(self, task: "_Task") -> None:
-        for each in (task, *self._tasks):
-            each.advance()
-        self._tasks = [each for each in (*self._tasks, task) if not each.done]
+        self._tasks = [task, *self._tasks]
+        self._advance()
 
 
 class _Task:

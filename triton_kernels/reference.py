@@ -235,25 +235,23 @@ def reconstruct_(
 
     `m` is overwritten; it may be `out` itself.
     """
-    if residual is not None:
-        if residual.is_cuda:
-            rest = torch.empty_like(residual)
-            _rest_(rest, m, plan, sent)
-            keep_(residual, rest, ok)
-        elif ok:
-            _rest_(residual, m, plan, sent)
-    for x in plan.matrices:
+    rest = None
+    if residual is not None and residual.is_cuda:
+        rest = torch.empty_like(residual)  # kept or not below
+    elif residual is not None and ok:
+        rest = residual
+    for x in plan.matrices:  # both products while M is in the cache
+        if rest is not None:
+            torch.addmm(x.of(m), x.p_of(sent.p).t(), x.q_of(sent.q), alpha=-1, out=x.of(rest))
         torch.mm(x.p_of(mean.p).t(), x.q_of(mean.q), out=x.of(m))
     if plan.vectors:
-        torch._foreach_copy_(plan.vectors_of(m), plan.split_vectors(mean.vectors))
+        vectors = plan.vectors_of(m)
+        if rest is not None:
+            rests = plan.vectors_of(rest)
+            torch._foreach_copy_(rests, vectors)
+            torch._foreach_sub_(rests, plan.split_vectors(sent.vectors))
+        torch._foreach_copy_(vectors, plan.split_vectors(mean.vectors))
+    if residual is not None and residual.is_cuda and rest is not None:
+        keep_(residual, rest, ok)
     if out is not m:
         out.copy_(m)
-
-
-def _rest_(rest: Tensor, m: Tensor, plan: Plan, sent: Factors) -> None:
-    for x in plan.matrices:
-        torch.addmm(x.of(m), x.p_of(sent.p).t(), x.q_of(sent.q), alpha=-1, out=x.of(rest))
-    if plan.vectors:
-        rests = plan.vectors_of(rest)
-        torch._foreach_copy_(rests, plan.vectors_of(m))
-        torch._foreach_sub_(rests, plan.split_vectors(sent.vectors))

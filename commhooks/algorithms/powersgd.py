@@ -29,6 +29,7 @@ from commhooks.memory import ParameterMemory
 from commhooks.state import ExecutorName, HookState, checked_choice, checked_int
 
 Side = Literal["p", "q"]
+FULL_STEPS = 2  # that the alternating variant begins with
 WIRE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,7 +54,8 @@ class PowerSGDState(HookState):
             float32, or float64 for float64 gradients. With error feedback this rank's rounding is fed back.
             float16 holds values from 6e-8 to 65504 only: P has the gradient's scale.
         alternating: one half-step a step (ACP-SGD, arXiv:2306.08881): P in even steps, Q in odd ones, each projected
-            on the other, orthogonalized. One collective instead of two, and half the bytes, a step.
+            on the other, orthogonalized. One collective instead of two, and half the bytes, a step; the first two
+            compressed steps are full ones, for a random factor is not worth projecting on.
 
     Raises:
         ValueError, TypeError: an option is out of its range; the message names it.
@@ -182,7 +184,8 @@ async def powersgd(state: PowerSGDState, bucket: Bucket, comm: Comm) -> Tensor:
     plan = state.plan(bucket.layout)
     residual = state.feedback.residual(bucket) if state.use_error_feedback else None
     m = ops.add(bucket.buffer, residual)
-    step = _half_step if state.alternating else _full_step
+    halves = state.alternating and state.step >= state.start_iter + FULL_STEPS
+    step = _half_step if halves else _full_step
     mean, sent, ok = await step(state, bucket, m, plan, comm)
     ops.reconstruct_(m, plan, mean, sent, out=bucket.buffer, residual=residual, ok=ok)
     return bucket.buffer
@@ -206,6 +209,8 @@ async def _full_step(
     sent_q, q = await _mean(ops.project_t(m, p, plan), state.wire_dtype, comm)
     ok = ok & ops.is_finite(q)  # of P as well: what is not finite in it, orthogonalization has spread
     state.keep_factor("q", bucket, q, lost, ok)
+    if state.alternating:
+        state.keep_factor("p", bucket, p, lost, ok)
     return ops.Factors(p, q, vectors), ops.Factors(p, sent_q, sent_vectors), ok
 
 

@@ -37,7 +37,7 @@ def test_residual_identity_and_identical_ranks(case, shapes, dtype, world_size, 
     ranks = case.simulation(world_size)
     scale = scale_for(case, dtype, scale)
     names = [f"p{i}" for i in range(len(shapes))]
-    for step in range(3):
+    for step in range(4):
         gradients = draw_gradients(shapes, world_size, dtype, scale, seed + step)
         cut = data.draw(st.integers(0, len(names)), label="where the bucket is cut")
         buckets = [part for part in (names[cut:], names[:cut]) if part]
@@ -80,7 +80,8 @@ def test_non_finite_reaches_all_ranks_and_is_gone_in_the_next_step(case, poison,
     """Catches: a NaN that a comparison swallows; a residual or warm start that keeps it; a rank that updates alone."""
     ranks = case.simulation(3)
     shapes = [(6, 5), (4,)]
-    ranks.step(draw_gradients(shapes, 3, dtype, 1.0, seed=1))
+    for step in range(3):
+        ranks.step(draw_gradients(shapes, 3, dtype, 1.0, seed=10 + step))
     before = [residual_of(state, {"p0": torch.empty(30), "p1": torch.empty(4)}) for state in ranks.states]
 
     gradients = draw_gradients(shapes, 3, dtype, 1.0, seed=2)

@@ -198,9 +198,7 @@ def gradient_of(value, hook, dtype):
 
 def large_fp16(hook):
     mean = gradient_of(5e4, hook, torch.float16)
-    assert mean.isfinite().all()
-    if hook != "powersgd alternating":  # its first step projects on a random Q
-        torch.testing.assert_close(mean, torch.full_like(mean, 5e4), rtol=2e-3, atol=0)
+    torch.testing.assert_close(mean, torch.full_like(mean, 5e4), rtol=2e-3, atol=0)
     infinite = gradient_of(float("inf") if dist.get_rank() == 0 else 1.0, hook, torch.float16)
     assert not infinite.isfinite().any()
 
