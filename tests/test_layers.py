@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -63,7 +64,9 @@ def test_lean_import():
 
 def test_wheel_contents(tmp_path):
     """The kernels travel inside the package: two other packages install a top-level triton_kernels."""
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    source = tmp_path / "source"  # a copy: a build folder may hold what is no longer in the tree
+    shutil.copytree(ROOT, source, symlinks=True, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
     environment = os.environ | {"PYTHONWARNINGS": "default"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

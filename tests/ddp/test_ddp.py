@@ -275,3 +275,30 @@ def _tensors(state):
 def test_memory_is_flat_after_the_buckets_are_rebuilt(ranks, hook):
     """Catches: flat tensors of the first layout that live on beside the second's."""
     ranks(2, flat_memory, hook)
+
+
+class Transposed(nn.Module):
+    """A matrix that DDP keeps transposed in its bucket, and a convolution that it keeps channels last."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(24, 40).t())
+        self.kernel = nn.Parameter(torch.zeros(16, 8, 3, 3).to(memory_format=torch.channels_last))
+
+    def forward(self, left, right, out, rest):
+        return (self.matrix * left[:, None] * right).sum() + (self.kernel * out[:, None, None, None] * rest).sum()
+
+
+def memory_formats():
+    ddp = DDP(Transposed())
+    register(ddp, "powersgd")
+    vectors = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in (40, 24, 16, (8, 3, 3))]
+    ddp(*vectors).backward()
+    left, right, out, rest = vectors
+    torch.testing.assert_close(ddp.module.matrix.grad, left[:, None] * right, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ddp.module.kernel.grad, out[:, None, None, None] * rest, rtol=1e-4, atol=1e-5)
+
+
+def test_matrices_are_compressed_as_they_lie_in_memory(ranks):
+    """A gradient of rank 1 is exact at rank 1: not if rows and columns were taken for one another."""
+    ranks(2, memory_formats)
