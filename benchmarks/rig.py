@@ -135,7 +135,7 @@ class Rig:
         """The bit/s that a TCP stream from the last node to the first puts on the last one's link."""
         probe = [sys.executable, "-m", "benchmarks.link_rate"]
         address = self.environment(0)["MASTER_ADDR"]
-        interface = self.environment(0)["GLOO_SOCKET_IFNAME"]
+        interface = self.environment(0)["GLOO_SOCKET_IFNAME"] if self.nodes > 1 else "lo"
         receiver = subprocess.Popen(self.on_node(0, [*probe, "receive", address]))
         try:
             sender = [*probe, "send", address, "--interface", interface, "--seconds", str(seconds)]

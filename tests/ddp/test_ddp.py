@@ -263,6 +263,9 @@ def flat_memory(hook):
         if step > 1:
             sizes.append(sum(x.numel() for x in _tensors(state)))
     assert len(set(sizes)) == 1, sizes
+    if getattr(state, "use_error_feedback", False):
+        residuals = sum(flat.numel() for flat in state.feedback._memory._flat.values())
+        assert residuals == sum(p.numel() for p in ddp.parameters())
 
 
 def _tensors(state):
