@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, TextIO
 
 import torch
@@ -134,9 +134,10 @@ def run(training: Training, steps: int, seconds: float, interface: str, out: Tex
             if start_metric is not None:
                 metric_bytes = ((training.metric_bytes() or 0) - start_metric) * per_step
             results["loss"] = training.evaluate()
-            total = _steps_in(seconds, training.seconds)
         if step >= total:
-            break
+            total = _steps_in(seconds, training.seconds)
+            if step >= total:
+                break
     results["steps_in_same_time"] = step
     results["loss_same_time"] = training.evaluate()
     results["step_ms"] = median(training.seconds[WARM_UP:]) * 1e3
@@ -151,7 +152,7 @@ def run(training: Training, steps: int, seconds: float, interface: str, out: Tex
 
 def _steps_in(seconds: float, past: list[float]) -> int:
     """How many steps fit into `seconds`, at the pace so far: rank 0's answer, for ranks must do the same number."""
-    more = (seconds - sum(past)) / median(past[WARM_UP:])
+    more = (seconds - sum(past)) / mean(past[WARM_UP:])
     answer = torch.tensor(len(past) + max(0, round(more)))
     dist.broadcast(answer, 0)
     return int(answer)
