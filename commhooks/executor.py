@@ -105,7 +105,7 @@ class _Task:
         self._state, self._world_size = state, comm.world_size
         self._work: dist.Work | None = None
         self._arriving: Tensor | None = None  # what the pending collective will have filled
-        self._where = _describe(algorithm, bucket, state.step)
+        self._algorithm, self._bucket, self._step = algorithm, bucket, state.step
 
     def advance(self) -> None:
         """Wait for the pending collective, resume the coroutine, and launch the collective it awaits next."""
@@ -114,7 +114,7 @@ class _Task:
                 self._resume()
         except BaseException as error:
             self.close()
-            _annotate(error, self._where)
+            _annotate(error, self._describe())
             raise
 
     def _resume(self) -> None:
@@ -133,6 +133,11 @@ class _Task:
         self.done = True
         self._coroutine.close()
 
+    def _describe(self) -> str:
+        names = ", ".join(x.name for x in self._bucket.layout.slices)
+        where = f"step {self._step}, bucket {self._bucket.index} (parameters: {names})"
+        return f"in commhooks {self._algorithm.__name__}, {where}"
+
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
@@ -150,11 +155,6 @@ def _launch(collective: Collective, group: dist.ProcessGroup) -> tuple[dist.Work
             received = torch.empty_like(x)
             return dist.all_to_all_single(received, x, group=group, async_op=True), received
     raise TypeError(f"an algorithm awaited {collective!r}, which is not a collective")
-
-
-def _describe(algorithm: Algorithm, bucket: Bucket, step: int) -> str:
-    names = ", ".join(x.name for x in bucket.layout.slices)
-    return f"in commhooks {algorithm.__name__}, step {step}, bucket {bucket.index} (parameters: {names})"
 
 
 def _annotate(error: BaseException, note: str) -> None:

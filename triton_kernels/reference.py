@@ -219,7 +219,8 @@ def next_factor_(kept: Tensor, new: Tensor, lost: list[Tensor], fresh: Tensor, o
     if not kept.is_cuda and not ok:
         return
     factors = new.split(sizes)
-    scales = [x.clamp_min(torch.finfo(x.dtype).tiny) for x in torch._foreach_norm(factors, float("inf"))]
+    scales = torch._foreach_max(torch._foreach_abs(factors))
+    torch._foreach_clamp_min_(scales, torch.finfo(new.dtype).tiny)
     scaled = torch._foreach_div(factors, scales)
     if kept.is_cuda or torch.cat(lost).any():
         for x, rows, drawn in zip(scaled, lost, fresh.split(sizes), strict=True):
