@@ -64,7 +64,7 @@ before = tx_bytes("eth0")
 dist.all_reduce(x)
 dist.barrier()
 if local == 0:
-    os.write(1, f"sent {tx_bytes('eth0') - before}\n".encode())  # whole lines, though ranks share the pipe
+    os.write(1, f"sent {tx_bytes('eth0') - before}\\n".encode())  # whole lines, though ranks share the pipe
 last = dist.barrier(async_op=True)
 last.wait()
 dist.destroy_process_group()
@@ -85,7 +85,7 @@ def test_the_counter_agrees_with_a_known_transfer():
 ENVIRONMENT = """
 import os
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-os.write(1, (" ".join(os.environ[name] for name in names) + "\n").encode())
+os.write(1, (" ".join(os.environ[name] for name in names) + "\\n").encode())
 """
 
 
