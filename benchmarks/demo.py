@@ -41,8 +41,10 @@ def run_variant(rig: Rig, name: str, args: argparse.Namespace, seconds: float, t
     command += [f"--steps={args.steps}", f"--seconds={seconds}", f"--out={out}"]
 
     def on_tick() -> None:
-        lines = out.read_text().splitlines()
-        last = json.loads(lines[-1]) if lines and lines[-1].endswith("}") else {}
+        with out.open("rb") as file:
+            file.seek(max(0, out.stat().st_size - 200))  # a step's line has fewer bytes
+            lines = file.read().splitlines()
+        last = json.loads(lines[-1]) if lines and lines[-1].startswith(b"{") and lines[-1].endswith(b"}") else {}
         if "step" in last:
             tick(min(last["step"] / args.steps, last["seconds"] / seconds if seconds else 1.0, 1.0))
 
@@ -159,7 +161,7 @@ def main() -> None:
     try:
         with (
             Rig(args.nodes, args.ranks_per_node, args.rate, isolated=isolated) as rig,
-            Progress(*columns, console=console) as progress,
+            Progress(*columns, console=console, refresh_per_second=1) as progress,  # drawing takes time from the ranks
         ):
             link_rate = rig.measure_rate()
             tasks = {name: progress.add_task(variant.label, total=1, start=False) for name, variant in VARIANTS.items()}

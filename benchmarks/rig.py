@@ -99,7 +99,7 @@ class Rig:
     ) -> None:
         """Run the command once for each rank, to the end of all; their output goes to `log`, if there is one.
 
-        `on_tick` is called several times a second meanwhile.
+        `on_tick` is called twice a second meanwhile.
 
         Raises:
             RigError: a rank exited with another status than 0, or some still ran after `timeout` seconds.
@@ -193,7 +193,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], deadline: float, on_tick: Ca
         if any(process.poll() for process in processes):
             deadline = min(deadline, time.monotonic() + GRACE)
         on_tick()
-        time.sleep(0.2)
+        time.sleep(0.5)
 
 
 def _ip(arguments: str) -> None:
