@@ -75,14 +75,14 @@ dist.destroy_process_group()
 def test_the_counter_agrees_with_a_known_transfer():
     """A ring all-reduce of S bytes among W ranks sends 2 (W - 1) / W S a rank.
 
-    TCP's headers are 4 % more, acknowledgements of what comes the other way and packets sent twice a few more.
+    TCP's headers and acknowledgements are 7 % more. At this rate no queue overflows, so no packet is sent twice.
     """
     done = rig(
-        "--rate=500mbit", "--", sys.executable, "-W", "ignore", "-c", COUNT, env=os.environ | {"PYTHONPATH": "."}
+        "--rate=100mbit", "--", sys.executable, "-W", "ignore", "-c", COUNT, env=os.environ | {"PYTHONPATH": "."}
     )
     assert done.returncode == 0, done.stderr
     for sent in [int(line.split()[1]) for line in done.stdout.splitlines()]:
-        assert 4e6 <= sent <= 1.15 * 4e6
+        assert 4e6 <= sent <= 1.1 * 4e6
 
 
 ENVIRONMENT = """
