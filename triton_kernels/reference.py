@@ -7,6 +7,7 @@ Tensors are flat unless a shape says otherwise. Arithmetic is float32, float64 w
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -126,28 +127,44 @@ def uncast_(wire: Tensor, divisor: float, out: Tensor) -> None:
         out.copy_(wire.to(compute_dtype(out.dtype)).div_(divisor))
 
 
-def project(m: Tensor, q: Tensor, plan: Plan) -> Tensor:
-    """P = M Q of every matrix, and behind them the vectors: one packed tensor."""
+def project(gradient: Tensor, residual: Tensor | None, q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+    """M = gradient + residual, and P = M Q of every matrix.
+
+    Returns:
+        M in the compute dtype: `gradient` itself, overwritten, where it has that; else a new tensor.
+        Every P^T and, behind them, the vectors of M: one packed tensor.
+    """
+    m = gradient.to(compute_dtype(gradient.dtype))
     packed = m.new_empty(plan.p_numel + plan.vectors_numel)
-    for x in plan.matrices:
-        torch.mm(x.q_of(q), x.of(m).t(), out=x.p_of(packed))
-    _pack_vectors(m, plan, packed[plan.p_numel :])
-    return packed
+    for x in plan.matrices:  # add and product while M is in the cache
+        torch.mm(x.q_of(q), _add_(x.of(m), residual, x).t(), out=x.p_of(packed))
+    _add_vectors_(m, residual, plan, packed[plan.p_numel :])
+    return m, packed
 
 
-def project_t(m: Tensor, p: Tensor, plan: Plan, *, with_vectors: bool = False) -> Tensor:
-    """Q = M^T P of every matrix, and behind them, if asked for, the vectors: one packed tensor."""
+def project_t(
+    gradient: Tensor, residual: Tensor | None, p: Tensor, plan: Plan, *, with_vectors: bool
+) -> tuple[Tensor, Tensor]:
+    """M = gradient + residual, and Q = M^T P of every matrix. Returns as `project`, the vectors if asked for."""
+    m = gradient.to(compute_dtype(gradient.dtype))
     packed = m.new_empty(plan.q_numel + (plan.vectors_numel if with_vectors else 0))
     for x in plan.matrices:
-        torch.mm(x.p_of(p), x.of(m), out=x.q_of(packed))
+        torch.mm(x.p_of(p), _add_(x.of(m), residual, x), out=x.q_of(packed))
     if with_vectors:
-        _pack_vectors(m, plan, packed[plan.q_numel :])
-    return packed
+        _add_vectors_(m, residual, plan, packed[plan.q_numel :])
+    return m, packed
 
 
-def _pack_vectors(m: Tensor, plan: Plan, out: Tensor) -> None:
+def _add_(matrix: Tensor, residual: Tensor | None, where: Matrix) -> Tensor:
+    return matrix if residual is None else matrix.add_(where.of(residual))
+
+
+def _add_vectors_(m: Tensor, residual: Tensor | None, plan: Plan, packed: Tensor) -> None:
     if plan.vectors:
-        torch.cat(plan.vectors_of(m), out=out)
+        vectors = plan.vectors_of(m)
+        if residual is not None:
+            torch._foreach_add_(vectors, plan.vectors_of(residual))
+        torch.cat(vectors, out=packed)
 
 
 def orthogonalize_(factors: Sequence[Tensor], epsilon: float = 0.0) -> list[Tensor]:
@@ -162,16 +179,20 @@ def orthogonalize_(factors: Sequence[Tensor], epsilon: float = 0.0) -> list[Tens
     Returns:
         For each factor, which of its rows were dependent: bool, (rank,).
     """
-    dependent: dict[int, Tensor] = {}
-    for rank in {x.shape[0] for x in factors}:
-        group = [i for i, x in enumerate(factors) if x.shape[0] == rank]
-        rows = [factors[i].double() for i in group]
-        gram = torch.stack([x @ x.t() for x in rows])  # (matrices, rank, rank)
-        transforms, lost = _inverse_cholesky(gram, epsilon)
-        for i, row, transform in zip(group, rows, transforms, strict=True):
-            factors[i].copy_(transform @ row)
-        dependent |= zip(group, lost, strict=True)
-    return [dependent[i] for i in range(len(factors))]
+    by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+    for x in factors:
+        by_shape.setdefault(tuple(x.shape), []).append(x)
+    dependent: dict[Tensor, Tensor] = {}
+    for rank in {rank for rank, _ in by_shape}:
+        groups = [group for shape, group in by_shape.items() if shape[0] == rank]
+        stacks = [torch.stack(group).double() for group in groups]  # each (matrices, rank, n)
+        grams = torch.cat([x @ x.mT for x in stacks])  # (matrices, rank, rank)
+        transforms, lost = _inverse_cholesky(grams, epsilon)
+        sizes = [len(group) for group in groups]
+        for group, stack, transform in zip(groups, stacks, transforms.split(sizes), strict=True):
+            torch._foreach_copy_(group, list((transform @ stack).unbind()))
+        dependent |= zip(chain(*groups), lost.unbind(), strict=True)
+    return [dependent[x] for x in factors]
 
 
 def _inverse_cholesky(gram: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:

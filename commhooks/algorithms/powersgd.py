@@ -183,40 +183,41 @@ async def powersgd(state: PowerSGDState, bucket: Bucket, comm: Comm) -> Tensor:
         return await allreduce(state, bucket, comm)
     plan = state.plan(bucket.layout)
     residual = state.feedback.residual(bucket) if state.use_error_feedback else None
-    m = ops.add(bucket.buffer, residual)
     halves = state.alternating and state.step >= state.start_iter + FULL_STEPS
     step = _half_step if halves else _full_step
-    mean, sent, ok = await step(state, bucket, m, plan, comm)
+    m, mean, sent, ok = await step(state, bucket, residual, plan, comm)
     ops.reconstruct_(m, plan, mean, sent, out=bucket.buffer, residual=residual, ok=ok)
     return bucket.buffer
 
 
 async def _full_step(
-    state: PowerSGDState, bucket: Bucket, m: Tensor, plan: ops.Plan, comm: Comm
-) -> tuple[ops.Factors, ops.Factors, Tensor]:
+    state: PowerSGDState, bucket: Bucket, residual: Tensor | None, plan: ops.Plan, comm: Comm
+) -> tuple[Tensor, ops.Factors, ops.Factors, Tensor]:
     """P = M Q, orthogonalized; Q = M^T P. Two collectives; the vectors ride in the first.
 
-    Returns the mean factors, this rank's part of them, and whether all ranks' numbers were finite.
+    Returns M, the mean factors, this rank's part of them, and whether all ranks' numbers were finite.
     """
     q = state.factor("q", bucket)
-    sent, mean = await _mean(ops.project(m, q, plan), state.wire_dtype, comm)
+    m, local = ops.project(bucket.buffer, residual, q, plan)
+    sent, mean = await _mean(local, state.wire_dtype, comm)
     vectors, sent_vectors = mean[plan.p_numel :], sent[plan.p_numel :]
     ok = ops.is_finite(vectors)
     if not plan.matrices:
-        return ops.Factors(q, q, vectors), ops.Factors(q, q, sent_vectors), ok
+        return m, ops.Factors(q, q, vectors), ops.Factors(q, q, sent_vectors), ok
     p = mean[: plan.p_numel]
     lost = ops.orthogonalize_(plan.ps(p), state.orthogonalization_epsilon)
-    sent_q, q = await _mean(ops.project_t(m, p, plan), state.wire_dtype, comm)
+    _, local = ops.project_t(m, None, p, plan, with_vectors=False)
+    sent_q, q = await _mean(local, state.wire_dtype, comm)
     ok = ok & ops.is_finite(q)  # of P as well: what is not finite in it, orthogonalization has spread
     state.keep_factor("q", bucket, q, lost, ok)
     if state.alternating:
         state.keep_factor("p", bucket, p, lost, ok)
-    return ops.Factors(p, q, vectors), ops.Factors(p, sent_q, sent_vectors), ok
+    return m, ops.Factors(p, q, vectors), ops.Factors(p, sent_q, sent_vectors), ok
 
 
 async def _half_step(
-    state: PowerSGDState, bucket: Bucket, m: Tensor, plan: ops.Plan, comm: Comm
-) -> tuple[ops.Factors, ops.Factors, Tensor]:
+    state: PowerSGDState, bucket: Bucket, residual: Tensor | None, plan: ops.Plan, comm: Comm
+) -> tuple[Tensor, ops.Factors, ops.Factors, Tensor]:
     """P = M Q in even steps, Q = M^T P in odd ones, the factor projected on orthogonalized. Returns as `_full_step`."""
     left = state.step % 2 == 0
     fixed: Side = "q" if left else "p"
@@ -224,7 +225,10 @@ async def _half_step(
     numel = plan.p_numel if left else plan.q_numel
     basis = state.factor(fixed, bucket).clone()
     lost = ops.orthogonalize_(plan.qs(basis) if left else plan.ps(basis), state.orthogonalization_epsilon)
-    local = ops.project(m, basis, plan) if left else ops.project_t(m, basis, plan, with_vectors=True)
+    if left:
+        m, local = ops.project(bucket.buffer, residual, basis, plan)
+    else:
+        m, local = ops.project_t(bucket.buffer, residual, basis, plan, with_vectors=True)
     sent, mean = await _mean(local, state.wire_dtype, comm)
     ok = ops.is_finite(mean)
     state.keep_factor(moving, bucket, mean[:numel], lost, ok)
@@ -233,7 +237,7 @@ async def _half_step(
         thin, vectors = packed[:numel], packed[numel:]
         return ops.Factors(thin, basis, vectors) if left else ops.Factors(basis, thin, vectors)
 
-    return factors(mean), factors(sent), ok
+    return m, factors(mean), factors(sent), ok
 
 
 async def _mean(local: Tensor, wire_dtype: torch.dtype | None, comm: Comm) -> tuple[Tensor, Tensor]:
