@@ -1,35 +1,72 @@
-"""One name for each tensor operation of the hooks. Every device runs the torch reference."""
+"""One name for each tensor operation of the hooks: the Triton kernel on a GPU, the torch reference elsewhere.
 
-from commhooks.triton_kernels.reference import (
-    Factors,
-    Matrix,
-    Plan,
-    add,
-    cast,
-    compute_dtype,
-    is_finite,
-    keep_,
-    next_factor_,
-    orthogonalize_,
-    project,
-    project_t,
-    reconstruct_,
-    uncast_,
-)
+The environment variable COMMHOOKS_BACKEND, "reference" or "triton", forces one. Triton on a CPU needs its interpreter
+(TRITON_INTERPRET=1). float64 is always the reference's.
+"""
+
+import os
+from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from commhooks.triton_kernels import reference
+from commhooks.triton_kernels.reference import Factor, Factors, Matrix, Plan, compute_dtype
 
 __all__ = [
+    "Factor",
     "Factors",
     "Matrix",
     "Plan",
-    "add",
-    "cast",
     "compute_dtype",
-    "is_finite",
-    "keep_",
-    "next_factor_",
-    "orthogonalize_",
+    "from_wire_",
+    "keep_factor_",
+    "largest",
+    "magnitudes",
+    "orthogonalize",
     "project",
     "project_t",
     "reconstruct_",
-    "uncast_",
+    "to_wire",
 ]
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+BACKENDS = ("reference", "triton")
+BACKEND = os.environ.get("COMMHOOKS_BACKEND")
+if BACKEND not in (None, *BACKENDS):
+    raise ValueError(f"COMMHOOKS_BACKEND is {BACKEND!r}; it must be one of {', '.join(BACKENDS)}, or not be set")
+
+
+def _dispatched(operation: Callable[Args, Result], module: str) -> Callable[Args, Result]:
+    """`operation` of the reference, or the kernel of that name in `module`, as the first argument wants it."""
+
+    @wraps(operation)
+    def dispatch(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        if not _wants_kernel(args[0]):
+            return operation(*args, **kwargs)
+        # Imported late: triton is not needed, nor always there, without a GPU.
+        return getattr(import_module(f"commhooks.triton_kernels.{module}"), operation.__name__)(*args, **kwargs)
+
+    return dispatch
+
+
+def _wants_kernel(x: object) -> bool:
+    assert isinstance(x, Tensor)
+    if BACKEND is None:
+        return x.is_cuda and x.dtype != torch.float64
+    return BACKEND == "triton" and x.dtype != torch.float64
+
+
+to_wire = _dispatched(reference.to_wire, "cast")
+from_wire_ = _dispatched(reference.from_wire_, "cast")
+largest = _dispatched(reference.largest, "powersgd")
+project = _dispatched(reference.project, "powersgd")
+project_t = _dispatched(reference.project_t, "powersgd")
+orthogonalize = _dispatched(reference.orthogonalize, "powersgd")
+magnitudes = _dispatched(reference.magnitudes, "powersgd")
+keep_factor_ = _dispatched(reference.keep_factor_, "powersgd")
+reconstruct_ = _dispatched(reference.reconstruct_, "powersgd")

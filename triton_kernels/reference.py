@@ -1,4 +1,4 @@
-"""The operations of the hooks in plain torch: the meaning that every kernel is held to.
+"""The operations of the casting hooks and of PowerSGD in plain torch: the meaning that every kernel is held to.
 
 Tensors are flat unless a shape says otherwise. Arithmetic is float32, float64 where the gradient is float64
 (`compute_dtype`). No function here waits for a GPU: where a CPU may look at a value and branch, a GPU selects.
@@ -19,28 +19,37 @@ DEPENDENT = 1e-6
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """Where a gradient matrix M (rows, cols) and its factors lie in their flat tensors.
+class Factor:
+    """Where one factor lies in its packed tensor: transposed, (rank, length), so that a column of P is contiguous."""
 
-    The factors are kept transposed, one row a rank: P^T (rank, rows) and Q^T (rank, cols). So every product below
-    streams M along its rows, and a column of P is contiguous.
+    offset: int
+    rank: int
+    length: int
+
+    @property
+    def numel(self) -> int:
+        return self.rank * self.length
+
+    def of(self, flat: Tensor) -> Tensor:
+        return _view(flat, self.offset, self.rank, self.length)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Where a gradient matrix M (rows, cols) and its factors P^T (rank, rows) and Q^T (rank, cols) lie.
+
+    With factors transposed every product streams M along its rows.
     """
 
     offset: int
     rows: int
     cols: int
     rank: int
-    p: int
-    q: int
+    p: Factor
+    q: Factor
 
     def of(self, flat: Tensor) -> Tensor:
         return _view(flat, self.offset, self.rows, self.cols)
-
-    def p_of(self, flat: Tensor) -> Tensor:
-        return _view(flat, self.p, self.rank, self.rows)
-
-    def q_of(self, flat: Tensor) -> Tensor:
-        return _view(flat, self.q, self.rank, self.cols)
 
 
 def _view(flat: Tensor, offset: int, rows: int, cols: int) -> Tensor:
@@ -49,28 +58,30 @@ def _view(flat: Tensor, offset: int, rows: int, cols: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a bucket is factorized: its matrices, and the (offset, numel) ranges that stay as they are."""
+    """How a bucket is factorized: its matrices, and the (offset, numel) ranges that stay as they are, the vectors."""
 
     matrices: tuple[Matrix, ...]
     vectors: tuple[tuple[int, int], ...]
 
     @cached_property
+    def ps(self) -> tuple[Factor, ...]:
+        return tuple(x.p for x in self.matrices)
+
+    @cached_property
+    def qs(self) -> tuple[Factor, ...]:
+        return tuple(x.q for x in self.matrices)
+
+    @cached_property
     def p_numel(self) -> int:
-        return sum(x.rank * x.rows for x in self.matrices)
+        return sum(x.numel for x in self.ps)
 
     @cached_property
     def q_numel(self) -> int:
-        return sum(x.rank * x.cols for x in self.matrices)
+        return sum(x.numel for x in self.qs)
 
     @cached_property
     def vectors_numel(self) -> int:
         return sum(numel for _, numel in self.vectors)
-
-    def ps(self, flat: Tensor) -> list[Tensor]:
-        return [x.p_of(flat) for x in self.matrices]
-
-    def qs(self, flat: Tensor) -> list[Tensor]:
-        return [x.q_of(flat) for x in self.matrices]
 
     def vectors_of(self, flat: Tensor) -> list[Tensor]:
         return [flat[offset : offset + numel] for offset, numel in self.vectors]
@@ -87,72 +98,98 @@ class Factors(NamedTuple):
     vectors: Tensor
 
 
+class Projection(NamedTuple):
+    """A projected bucket.
+
+    m: M in the compute dtype: the gradient's own memory where it has that, else a new tensor.
+    wire: the product and the vectors, divided and rounded: what goes to the other ranks.
+    sent: what of the product and the vectors is in `wire`: `wire` times the divisor, in the compute dtype.
+    """
+
+    m: Tensor
+    wire: Tensor
+    sent: Tensor
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of `dtype` are computed with: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def is_finite(x: Tensor) -> Tensor:
-    """A boolean scalar on x's device: is every element finite? One read, no mask."""
+def largest(x: Tensor) -> Tensor:
+    """The largest magnitude, a scalar of x's dtype; NaN if there is one; 0 of nothing. One read."""
     if x.numel() == 0:
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    smallest, largest = torch.aminmax(x)  # NaN if any element is
-    return smallest * 0 == largest * 0  # infinity times 0 is NaN, which equals nothing
+        return x.new_zeros(())
+    smallest, greatest = torch.aminmax(x)
+    return torch.maximum(-smallest, greatest)
 
 
-def keep_(kept: Tensor, new: Tensor, ok: Tensor) -> None:
-    """`kept` becomes `new` if the scalar `ok` is true, else it stays as it is."""
+def keep_(kept: Tensor, new: Tensor, worst: Tensor) -> None:
+    """`kept` becomes `new` if the scalar `worst` is finite, else it stays as it is."""
     if kept.is_cuda:
-        torch.where(ok, new, kept, out=kept)
-    elif ok:
+        torch.where(worst.isfinite(), new, kept, out=kept)
+    elif worst.isfinite():
         kept.copy_(new)
 
 
-def add(gradient: Tensor, residual: Tensor | None) -> Tensor:
-    """M = gradient + residual in the compute dtype: in place in `gradient` where that has it, else a new tensor."""
+def to_wire(
+    gradient: Tensor, residual: Tensor | None, divisor: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """wire = (gradient + residual) / divisor, rounded to nearest even into `dtype`; NaN stays NaN.
+
+    Returns:
+        The wire tensor; and, if there is a residual, what of the sum the wire does not carry, in the compute dtype: in
+        `gradient`'s own memory where it has that. The residual is not changed.
+    """
     m = gradient.to(compute_dtype(gradient.dtype))
-    return m if residual is None else m.add_(residual)
+    if residual is None:
+        return m.div(divisor).to(dtype), None
+    wire = m.add_(residual).div(divisor).to(dtype)
+    return wire, m.sub_(wire, alpha=divisor)
 
 
-def cast(m: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
-    """A new tensor: m / divisor, rounded to nearest even into `dtype`; NaN stays NaN."""
-    return m.div(divisor).to(dtype)
-
-
-def uncast_(wire: Tensor, divisor: float, out: Tensor) -> None:
-    """out = wire / divisor, divided in the compute dtype."""
+def from_wire_(
+    wire: Tensor, divisor: float, out: Tensor, residual: Tensor | None, rest: Tensor | None, worst: Tensor | None
+) -> None:
+    """out = wire / divisor; residual = rest, if the scalar `worst` is finite. `rest` may be `out` itself."""
+    if residual is not None and rest is not None and worst is not None:
+        keep_(residual, rest, worst)
     if divisor == 1:
         out.copy_(wire)
     else:
         out.copy_(wire.to(compute_dtype(out.dtype)).div_(divisor))
 
 
-def project(gradient: Tensor, residual: Tensor | None, q: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """M = gradient + residual, and P = M Q of every matrix.
-
-    Returns:
-        M in the compute dtype: `gradient` itself, overwritten, where it has that; else a new tensor.
-        Every P^T and, behind them, the vectors of M: one packed tensor.
-    """
+def project(
+    gradient: Tensor, residual: Tensor | None, q: Tensor, plan: Plan, divisor: float, dtype: torch.dtype
+) -> Projection:
+    """M = gradient + residual; of every matrix P = M Q; behind them the vectors of M. `q` is packed."""
     m = gradient.to(compute_dtype(gradient.dtype))
     packed = m.new_empty(plan.p_numel + plan.vectors_numel)
     for x in plan.matrices:  # add and product while M is in the cache
-        torch.mm(x.q_of(q), _add_(x.of(m), residual, x).t(), out=x.p_of(packed))
+        torch.mm(x.q.of(q), _add_(x.of(m), residual, x).t(), out=x.p.of(packed))
     _add_vectors_(m, residual, plan, packed[plan.p_numel :])
-    return m, packed
+    return _projection(m, packed, divisor, dtype)
 
 
 def project_t(
-    gradient: Tensor, residual: Tensor | None, p: Tensor, plan: Plan, *, with_vectors: bool
-) -> tuple[Tensor, Tensor]:
-    """M = gradient + residual, and Q = M^T P of every matrix. Returns as `project`, the vectors if asked for."""
+    gradient: Tensor,
+    residual: Tensor | None,
+    p: Tensor,
+    plan: Plan,
+    divisor: float,
+    dtype: torch.dtype,
+    *,
+    with_vectors: bool,
+) -> Projection:
+    """M = gradient + residual; of every matrix Q = M^T P; behind them, if asked for, the vectors of M."""
     m = gradient.to(compute_dtype(gradient.dtype))
     packed = m.new_empty(plan.q_numel + (plan.vectors_numel if with_vectors else 0))
     for x in plan.matrices:
-        torch.mm(x.p_of(p), _add_(x.of(m), residual, x), out=x.q_of(packed))
+        torch.mm(x.p.of(p), _add_(x.of(m), residual, x), out=x.q.of(packed))
     if with_vectors:
         _add_vectors_(m, residual, plan, packed[plan.q_numel :])
-    return m, packed
+    return _projection(m, packed, divisor, dtype)
 
 
 def _add_(matrix: Tensor, residual: Tensor | None, where: Matrix) -> Tensor:
@@ -167,8 +204,15 @@ def _add_vectors_(m: Tensor, residual: Tensor | None, plan: Plan, packed: Tensor
         torch.cat(vectors, out=packed)
 
 
-def orthogonalize_(factors: Sequence[Tensor], epsilon: float = 0.0) -> list[Tensor]:
-    """Orthonormalize the rows of every factor (rank, n) in place, first row first, as Gram-Schmidt does.
+def _projection(m: Tensor, packed: Tensor, divisor: float, dtype: torch.dtype) -> Projection:
+    wire = packed.div(divisor).to(dtype)
+    return Projection(m, wire, packed if dtype == packed.dtype else wire.to(packed.dtype).mul_(divisor))
+
+
+def orthogonalize(
+    packed: Tensor, factors: Sequence[Factor], epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Orthonormal rows of the same span for every factor (rank, length), first row first, as Gram-Schmidt makes them.
 
     A row that depends on those before it becomes zero; so does a zero row. With `epsilon`, each row is divided by its
     norm plus `epsilon`. NaN and infinity give NaN.
@@ -176,23 +220,29 @@ def orthogonalize_(factors: Sequence[Tensor], epsilon: float = 0.0) -> list[Tens
     The method is Cholesky QR: the Gram matrices of all factors are small enough to be treated together. They are
     float64, for they square the condition number (1e5 becomes 1e10, of 1e16) and the magnitude (1e38 becomes 1e76).
 
+    Args:
+        packed: the factors, of any float dtype; what lies behind them is ignored.
+        dtype: of the result.
+
     Returns:
-        For each factor, which of its rows were dependent: bool, (rank,).
+        The packed orthonormal factors; and which rows were dependent, of one factor behind the other: bool.
     """
-    by_shape: dict[tuple[int, ...], list[Tensor]] = {}
-    for x in factors:
-        by_shape.setdefault(tuple(x.shape), []).append(x)
-    dependent: dict[Tensor, Tensor] = {}
+    bases = torch.empty(sum(x.numel for x in factors), dtype=dtype, device=packed.device)
+    lost: list[Tensor] = [bases] * len(factors)
+    by_shape: dict[tuple[int, int], list[int]] = {}
+    for i, x in enumerate(factors):
+        by_shape.setdefault((x.rank, x.length), []).append(i)
     for rank in {rank for rank, _ in by_shape}:
         groups = [group for shape, group in by_shape.items() if shape[0] == rank]
-        stacks = [torch.stack(group).double() for group in groups]  # each (matrices, rank, n)
+        stacks = [torch.stack([factors[i].of(packed) for i in group]).double() for group in groups]
         grams = torch.cat([x @ x.mT for x in stacks])  # (matrices, rank, rank)
-        transforms, lost = _inverse_cholesky(grams, epsilon)
+        transforms, dependent = _inverse_cholesky(grams, epsilon)
         sizes = [len(group) for group in groups]
         for group, stack, transform in zip(groups, stacks, transforms.split(sizes), strict=True):
-            torch._foreach_copy_(group, list((transform @ stack).unbind()))
-        dependent |= zip(chain(*groups), lost.unbind(), strict=True)
-    return [dependent[x] for x in factors]
+            torch._foreach_copy_([factors[i].of(bases) for i in group], list((transform @ stack).unbind()))
+        for i, rows in zip(chain(*groups), dependent.unbind(), strict=True):
+            lost[i] = rows
+    return bases, torch.cat(lost) if factors else torch.empty(0, dtype=torch.bool, device=packed.device)
 
 
 def _inverse_cholesky(gram: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -225,47 +275,70 @@ def _cholesky_of_dependent(gram: Tensor) -> tuple[Tensor, Tensor]:
     return lower.tril_(), lower.diagonal(dim1=1, dim2=2).clone()
 
 
-def next_factor_(kept: Tensor, new: Tensor, lost: list[Tensor], fresh: Tensor, ok: Tensor, sizes: list[int]) -> None:
-    """If `ok`, `kept` becomes `new`, each matrix's factor scaled to largest magnitude 1 and its `lost` rows `fresh`.
+def magnitudes(packed: Tensor, factors: Sequence[Factor], vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of each factor (factors,), and of the factors and `vectors` together, a scalar.
 
-    A row lost to a rank-deficient matrix would stay zero for ever: it is M times zero. The scale keeps the next product
-    from squaring the gradient's magnitude; it changes no result, for that product is orthogonalized.
+    NaN if there is one: so the scalar is finite if every number that all ranks have received is.
+    """
+    if not factors:
+        return packed.new_empty(0, dtype=compute_dtype(packed.dtype)), largest(vectors)
+    of_each = torch.stack(torch._foreach_max(torch._foreach_abs([x.of(packed) for x in factors])))
+    worst = torch.maximum(of_each.max(), largest(vectors))
+    return of_each.to(compute_dtype(packed.dtype)), worst
+
+
+def keep_factor_(
+    kept: Tensor,
+    new: Tensor,
+    factors: Sequence[Factor],
+    scales: Tensor,
+    lost: Tensor,
+    fresh: Tensor,
+    worst: Tensor,
+) -> None:
+    """If `worst` is finite, `kept` becomes `new`, each factor divided by its scale, and its `lost` rows `fresh`.
+
+    A row lost to a rank-deficient matrix would stay zero for ever: it is M times zero. The scale, of `magnitudes`,
+    keeps the next product from squaring the gradient's magnitude; it changes no result, for that product is
+    orthogonalized.
 
     Args:
-        kept, new, fresh: packed factors.
-        lost: of each factor, bool (rank,).
-        ok: bool scalar.
-        sizes: numel of each factor.
+        kept, new, fresh: packed factors; `new` of any float dtype.
+        scales: (factors,).
+        lost: bool, of `orthogonalize`.
+        worst: scalar.
     """
-    if not kept.is_cuda and not ok:
+    if not kept.is_cuda and not worst.isfinite():
         return
-    factors = new.split(sizes)
-    scales = torch._foreach_max(torch._foreach_abs(factors))
-    torch._foreach_clamp_min_(scales, torch.finfo(new.dtype).tiny)
-    scaled = torch._foreach_div(factors, scales)
-    if kept.is_cuda or torch.cat(lost).any():
-        for x, rows, drawn in zip(scaled, lost, fresh.split(sizes), strict=True):
-            rank = len(rows)
-            torch.where(rows[:, None], drawn.view(rank, -1), x.view(rank, -1), out=x.view(rank, -1))
-    keep_(kept, torch.cat(scaled), ok)
+    scaled = [x.of(new).to(kept.dtype) for x in factors]
+    scaled = list(torch._foreach_div(scaled, list(scales.clamp_min(torch.finfo(kept.dtype).tiny).unbind())))
+    if kept.is_cuda or lost.any():
+        rows = lost.split([x.rank for x in factors])
+        scaled = [torch.where(gone[:, None], x.of(fresh), y) for x, y, gone in zip(factors, scaled, rows, strict=True)]
+    keep_(kept, torch.cat([x.flatten() for x in scaled]), worst)
 
 
 def reconstruct_(
-    m: Tensor, plan: Plan, mean: Factors, sent: Factors, out: Tensor, residual: Tensor | None, ok: Tensor
+    m: Tensor, plan: Plan, mean: Factors, sent: Factors, out: Tensor, residual: Tensor | None, worst: Tensor
 ) -> None:
-    """out = P Q^T of the mean factors; residual = M - P Q^T of what this rank sent, if `ok`, else as it was.
+    """out = P Q^T of the mean factors; residual = M - P Q^T of what this rank sent, if `worst` is finite.
 
-    `m` is overwritten; it may be `out` itself.
+    Args:
+        m: overwritten; it may be `out` itself.
+        mean: of any float dtype.
+        sent: in the compute dtype.
+        worst: scalar; if it is not finite the residual stays as it was.
     """
     rest = None
     if residual is not None and residual.is_cuda:
         rest = torch.empty_like(residual)  # kept or not below
-    elif residual is not None and ok:
+    elif residual is not None and worst.isfinite():
         rest = residual
+    mean = Factors(*(x.to(m.dtype) for x in mean))
     for x in plan.matrices:  # both products while M is in the cache
         if rest is not None:
-            torch.addmm(x.of(m), x.p_of(sent.p).t(), x.q_of(sent.q), alpha=-1, out=x.of(rest))
-        torch.mm(x.p_of(mean.p).t(), x.q_of(mean.q), out=x.of(m))
+            torch.addmm(x.of(m), x.p.of(sent.p).t(), x.q.of(sent.q), alpha=-1, out=x.of(rest))
+        torch.mm(x.p.of(mean.p).t(), x.q.of(mean.q), out=x.of(m))
     if plan.vectors:
         vectors = plan.vectors_of(m)
         if rest is not None:
@@ -274,6 +347,6 @@ def reconstruct_(
             torch._foreach_sub_(rests, plan.split_vectors(sent.vectors))
         torch._foreach_copy_(vectors, plan.split_vectors(mean.vectors))
     if residual is not None and residual.is_cuda and rest is not None:
-        keep_(residual, rest, ok)
+        keep_(residual, rest, worst)
     if out is not m:
         out.copy_(m)

@@ -75,19 +75,15 @@ async def _cast(state: CastState, bucket: Bucket, comm: Comm, dtype: torch.dtype
     before = state.gradient_predivide_factor or comm.world_size
     after = comm.world_size / before
 
-    m = ops.add(bucket.buffer, residual)
-    wire = ops.cast(m, before, dtype)
-    if residual is not None:
-        # What the wire does not carry. Kept apart from the residual until the outcome is known on all ranks.
-        m.sub_(wire, alpha=before)
+    # What the wire does not carry is kept apart from the residual until the outcome is known on all ranks.
+    wire, rest = ops.to_wire(bucket.buffer, residual, before, dtype)
     if state.accumulate == "fp32":
-        mean = await _mean_in_fp32(wire, after, m if residual is not None else None, comm)
+        mean = await _mean_in_fp32(wire, after, rest, comm)
         after = 1
     else:
         mean = await comm.all_reduce(wire)
-    if residual is not None:
-        ops.keep_(residual, m, ops.is_finite(mean))
-    ops.uncast_(mean, after, out=bucket.buffer)
+    worst = None if residual is None else ops.largest(mean)
+    ops.from_wire_(mean, after, bucket.buffer, residual, rest, worst)
     return bucket.buffer
 
 

@@ -138,7 +138,8 @@ class PowerSGDState(HookState):
             for x in layout.slices:
                 if rank := self.rank_of(x.shape):
                     n, m = matrix_shape(x.shape)
-                    matrices.append(ops.Matrix(x.offset, n, m, rank, p, q))
+                    factors = ops.Factor(p, rank, n), ops.Factor(q, rank, m)
+                    matrices.append(ops.Matrix(x.offset, n, m, rank, *factors))
                     p, q = p + rank * n, q + rank * m
                 else:
                     vectors.append((x.offset, x.numel))
@@ -151,13 +152,12 @@ class PowerSGDState(HookState):
             return self._packed(self._factors[side], side, bucket)
         return self._packed(ParameterMemory(), side, bucket, draw=self.step)
 
-    def keep_factor(self, side: Side, bucket: Bucket, new: Tensor, lost: list[Tensor], ok: Tensor) -> None:
-        """If `ok`, the next step begins with `new`, but for its lost rows, which are random again."""
+    def keep_factor(self, side: Side, bucket: Bucket, new: Tensor, scales: Tensor, lost: Tensor, worst: Tensor) -> None:
+        """If `worst` is finite, the next step begins with `new`, scaled, but for its lost rows: random again."""
         plan = self.plan(bucket.layout)
         if self.warm_start and plan.matrices:
             kept, fresh = self.factor(side, bucket), self._packed(self._fresh[side], side, bucket)
-            sizes = [x.rank * (x.rows if side == "p" else x.cols) for x in plan.matrices]
-            ops.next_factor_(kept, new, lost, fresh, ok, sizes)
+            ops.keep_factor_(kept, new, plan.ps if side == "p" else plan.qs, scales, lost, fresh, worst)
 
     def _packed(self, memory: ParameterMemory, side: Side, bucket: Bucket, draw: int = 0) -> Tensor:
         def numel(parameter: Slice) -> int:
@@ -185,8 +185,8 @@ async def powersgd(state: PowerSGDState, bucket: Bucket, comm: Comm) -> Tensor:
     residual = state.feedback.residual(bucket) if state.use_error_feedback else None
     halves = state.alternating and state.step >= state.start_iter + FULL_STEPS
     step = _half_step if halves else _full_step
-    m, mean, sent, ok = await step(state, bucket, residual, plan, comm)
-    ops.reconstruct_(m, plan, mean, sent, out=bucket.buffer, residual=residual, ok=ok)
+    m, mean, sent, worst = await step(state, bucket, residual, plan, comm)
+    ops.reconstruct_(m, plan, mean, sent, out=bucket.buffer, residual=residual, worst=worst)
     return bucket.buffer
 
 
@@ -195,24 +195,24 @@ async def _full_step(
 ) -> tuple[Tensor, ops.Factors, ops.Factors, Tensor]:
     """P = M Q, orthogonalized; Q = M^T P. Two collectives; the vectors ride in the first.
 
-    Returns M, the mean factors, this rank's part of them, and whether all ranks' numbers were finite.
+    Returns M, the mean factors, this rank's part of them, and the largest magnitude received: finite, or not.
     """
     q = state.factor("q", bucket)
-    m, local = ops.project(bucket.buffer, residual, q, plan)
-    sent, mean = await _mean(local, state.wire_dtype, comm)
-    vectors, sent_vectors = mean[plan.p_numel :], sent[plan.p_numel :]
-    ok = ops.is_finite(vectors)
+    wire_dtype = state.wire_dtype or q.dtype
+    m, wire, sent_p = ops.project(bucket.buffer, residual, q, plan, comm.world_size, wire_dtype)
+    mean_p = await comm.all_reduce(wire)
+    vectors, sent_vectors = mean_p[plan.p_numel :], sent_p[plan.p_numel :]
     if not plan.matrices:
-        return m, ops.Factors(q, q, vectors), ops.Factors(q, q, sent_vectors), ok
-    p = mean[: plan.p_numel]
-    lost = ops.orthogonalize_(plan.ps(p), state.orthogonalization_epsilon)
-    _, local = ops.project_t(m, None, p, plan, with_vectors=False)
-    sent_q, q = await _mean(local, state.wire_dtype, comm)
-    ok = ok & ops.is_finite(q)  # of P as well: what is not finite in it, orthogonalization has spread
-    state.keep_factor("q", bucket, q, lost, ok)
+        return m, ops.Factors(q, q, vectors), ops.Factors(q, q, sent_vectors), ops.largest(vectors)
+    p, lost = ops.orthogonalize(mean_p, plan.ps, state.orthogonalization_epsilon, m.dtype)
+    _, wire, sent_q = ops.project_t(m, None, p, plan, comm.world_size, wire_dtype, with_vectors=False)
+    q = await comm.all_reduce(wire)
+    # Of P as well: what is not finite in it, orthogonalization has spread, and with P to Q.
+    scales, worst = ops.magnitudes(q, plan.qs, vectors)
+    state.keep_factor("q", bucket, q, scales, lost, worst)
     if state.alternating:
-        state.keep_factor("p", bucket, p, lost, ok)
-    return m, ops.Factors(p, q, vectors), ops.Factors(p, sent_q, sent_vectors), ok
+        state.keep_factor("p", bucket, p, torch.ones_like(scales), lost, worst)
+    return m, ops.Factors(p, q, vectors), ops.Factors(p, sent_q, sent_vectors), worst
 
 
 async def _half_step(
@@ -223,26 +223,16 @@ async def _half_step(
     fixed: Side = "q" if left else "p"
     moving: Side = "p" if left else "q"
     numel = plan.p_numel if left else plan.q_numel
-    basis = state.factor(fixed, bucket).clone()
-    lost = ops.orthogonalize_(plan.qs(basis) if left else plan.ps(basis), state.orthogonalization_epsilon)
-    if left:
-        m, local = ops.project(bucket.buffer, residual, basis, plan)
-    else:
-        m, local = ops.project_t(bucket.buffer, residual, basis, plan, with_vectors=True)
-    sent, mean = await _mean(local, state.wire_dtype, comm)
-    ok = ops.is_finite(mean)
-    state.keep_factor(moving, bucket, mean[:numel], lost, ok)
+    factor = state.factor(fixed, bucket)
+    basis, lost = ops.orthogonalize(factor, plan.qs if left else plan.ps, state.orthogonalization_epsilon, factor.dtype)
+    args = bucket.buffer, residual, basis, plan, comm.world_size, state.wire_dtype or basis.dtype
+    m, wire, sent = ops.project(*args) if left else ops.project_t(*args, with_vectors=True)
+    mean = await comm.all_reduce(wire)
+    scales, worst = ops.magnitudes(mean, plan.ps if left else plan.qs, mean[numel:])
+    state.keep_factor(moving, bucket, mean, scales, lost, worst)
 
     def factors(packed: Tensor) -> ops.Factors:
         thin, vectors = packed[:numel], packed[numel:]
         return ops.Factors(thin, basis, vectors) if left else ops.Factors(basis, thin, vectors)
 
-    return m, factors(mean), factors(sent), ok
-
-
-async def _mean(local: Tensor, wire_dtype: torch.dtype | None, comm: Comm) -> tuple[Tensor, Tensor]:
-    """What this rank sent of `local` (its rounding to the wire dtype) and the mean over ranks, in local's dtype."""
-    wire = ops.cast(local, comm.world_size, wire_dtype or local.dtype)
-    sent = local if wire.dtype == local.dtype else wire.to(local.dtype).mul_(comm.world_size)
-    mean = await comm.all_reduce(wire)
-    return sent, mean.to(local.dtype)
+    return m, factors(mean), factors(sent), worst
