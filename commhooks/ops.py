@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from commhooks.triton_kernels import reference
-from commhooks.triton_kernels.reference import Factor, Factors, Matrix, Plan, compute_dtype
+from commhooks.triton_kernels.reference import Factor, Factors, Matrix, Plan, Side, compute_dtype
 
 __all__ = [
     "Factor",
     "Factors",
     "Matrix",
     "Plan",
+    "Side",
     "compute_dtype",
     "from_wire_",
     "keep_factor_",

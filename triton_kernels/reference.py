@@ -4,7 +4,6 @@ Tensors are flat unless a shape says otherwise. Arithmetic is float32, float64 w
 (`compute_dtype`). No function here waits for a GPU: where a CPU may look at a value and branch, a GPU selects.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -34,6 +33,24 @@ class Factor:
         return _view(flat, self.offset, self.rank, self.length)
 
 
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One side's factors, all the Ps or all the Qs of a bucket, packed one behind the other."""
+
+    factors: tuple[Factor, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(x.numel for x in self.factors)
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        return [x.rank for x in self.factors]
+
+    def of(self, flat: Tensor) -> list[Tensor]:
+        return [x.of(flat) for x in self.factors]
+
+
 @dataclass(frozen=True)
 class Matrix:
     """Where a gradient matrix M (rows, cols) and its factors P^T (rank, rows) and Q^T (rank, cols) lie.
@@ -56,7 +73,7 @@ def _view(flat: Tensor, offset: int, rows: int, cols: int) -> Tensor:
     return flat.as_strided((rows, cols), (cols, 1), flat.storage_offset() + offset)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """How a bucket is factorized: its matrices, and the (offset, numel) ranges that stay as they are, the vectors."""
 
@@ -64,20 +81,12 @@ class Plan:
     vectors: tuple[tuple[int, int], ...]
 
     @cached_property
-    def ps(self) -> tuple[Factor, ...]:
-        return tuple(x.p for x in self.matrices)
+    def p(self) -> Side:
+        return Side(tuple(x.p for x in self.matrices))
 
     @cached_property
-    def qs(self) -> tuple[Factor, ...]:
-        return tuple(x.q for x in self.matrices)
-
-    @cached_property
-    def p_numel(self) -> int:
-        return sum(x.numel for x in self.ps)
-
-    @cached_property
-    def q_numel(self) -> int:
-        return sum(x.numel for x in self.qs)
+    def q(self) -> Side:
+        return Side(tuple(x.q for x in self.matrices))
 
     @cached_property
     def vectors_numel(self) -> int:
@@ -157,7 +166,7 @@ def from_wire_(
     if divisor == 1:
         out.copy_(wire)
     else:
-        out.copy_(wire.to(compute_dtype(out.dtype)).div_(divisor))
+        out.copy_(wire.to(compute_dtype(out.dtype)).div(divisor))
 
 
 def project(
@@ -165,10 +174,10 @@ def project(
 ) -> Projection:
     """M = gradient + residual; of every matrix P = M Q; behind them the vectors of M. `q` is packed."""
     m = gradient.to(compute_dtype(gradient.dtype))
-    packed = m.new_empty(plan.p_numel + plan.vectors_numel)
+    packed = m.new_empty(plan.p.numel + plan.vectors_numel)
     for x in plan.matrices:  # add and product while M is in the cache
         torch.mm(x.q.of(q), _add_(x.of(m), residual, x).t(), out=x.p.of(packed))
-    _add_vectors_(m, residual, plan, packed[plan.p_numel :])
+    _add_vectors_(m, residual, plan, packed[plan.p.numel :])
     return _projection(m, packed, divisor, dtype)
 
 
@@ -184,11 +193,11 @@ def project_t(
 ) -> Projection:
     """M = gradient + residual; of every matrix Q = M^T P; behind them, if asked for, the vectors of M."""
     m = gradient.to(compute_dtype(gradient.dtype))
-    packed = m.new_empty(plan.q_numel + (plan.vectors_numel if with_vectors else 0))
+    packed = m.new_empty(plan.q.numel + (plan.vectors_numel if with_vectors else 0))
     for x in plan.matrices:
         torch.mm(x.p.of(p), _add_(x.of(m), residual, x), out=x.q.of(packed))
     if with_vectors:
-        _add_vectors_(m, residual, plan, packed[plan.q_numel :])
+        _add_vectors_(m, residual, plan, packed[plan.q.numel :])
     return _projection(m, packed, divisor, dtype)
 
 
@@ -209,9 +218,7 @@ def _projection(m: Tensor, packed: Tensor, divisor: float, dtype: torch.dtype) -
     return Projection(m, wire, packed if dtype == packed.dtype else wire.to(packed.dtype).mul_(divisor))
 
 
-def orthogonalize(
-    packed: Tensor, factors: Sequence[Factor], epsilon: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def orthogonalize(packed: Tensor, side: Side, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Orthonormal rows of the same span for every factor (rank, length), first row first, as Gram-Schmidt makes them.
 
     A row that depends on those before it becomes zero; so does a zero row. With `epsilon`, each row is divided by its
@@ -227,22 +234,22 @@ def orthogonalize(
     Returns:
         The packed orthonormal factors; and which rows were dependent, of one factor behind the other: bool.
     """
-    bases = torch.empty(sum(x.numel for x in factors), dtype=dtype, device=packed.device)
-    lost: list[Tensor] = [bases] * len(factors)
+    bases = torch.empty(side.numel, dtype=dtype, device=packed.device)
+    lost: list[Tensor] = [bases] * len(side.factors)
     by_shape: dict[tuple[int, int], list[int]] = {}
-    for i, x in enumerate(factors):
+    for i, x in enumerate(side.factors):
         by_shape.setdefault((x.rank, x.length), []).append(i)
     for rank in {rank for rank, _ in by_shape}:
         groups = [group for shape, group in by_shape.items() if shape[0] == rank]
-        stacks = [torch.stack([factors[i].of(packed) for i in group]).double() for group in groups]
+        stacks = [torch.stack([side.factors[i].of(packed) for i in group]).double() for group in groups]
         grams = torch.cat([x @ x.mT for x in stacks])  # (matrices, rank, rank)
         transforms, dependent = _inverse_cholesky(grams, epsilon)
         sizes = [len(group) for group in groups]
         for group, stack, transform in zip(groups, stacks, transforms.split(sizes), strict=True):
-            torch._foreach_copy_([factors[i].of(bases) for i in group], list((transform @ stack).unbind()))
+            torch._foreach_copy_([side.factors[i].of(bases) for i in group], list((transform @ stack).unbind()))
         for i, rows in zip(chain(*groups), dependent.unbind(), strict=True):
             lost[i] = rows
-    return bases, torch.cat(lost) if factors else torch.empty(0, dtype=torch.bool, device=packed.device)
+    return bases, torch.cat(lost) if lost else torch.empty(0, dtype=torch.bool, device=packed.device)
 
 
 def _inverse_cholesky(gram: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -275,14 +282,14 @@ def _cholesky_of_dependent(gram: Tensor) -> tuple[Tensor, Tensor]:
     return lower.tril_(), lower.diagonal(dim1=1, dim2=2).clone()
 
 
-def magnitudes(packed: Tensor, factors: Sequence[Factor], vectors: Tensor) -> tuple[Tensor, Tensor]:
+def magnitudes(packed: Tensor, side: Side, vectors: Tensor) -> tuple[Tensor, Tensor]:
     """The largest magnitude of each factor (factors,), and of the factors and `vectors` together, a scalar.
 
     NaN if there is one: so the scalar is finite if every number that all ranks have received is.
     """
-    if not factors:
+    if not side.factors:
         return packed.new_empty(0, dtype=compute_dtype(packed.dtype)), largest(vectors)
-    of_each = torch.stack(torch._foreach_max(torch._foreach_abs([x.of(packed) for x in factors])))
+    of_each = torch.stack(torch._foreach_max(torch._foreach_abs(side.of(packed))))
     worst = torch.maximum(of_each.max(), largest(vectors))
     return of_each.to(compute_dtype(packed.dtype)), worst
 
@@ -290,7 +297,7 @@ def magnitudes(packed: Tensor, factors: Sequence[Factor], vectors: Tensor) -> tu
 def keep_factor_(
     kept: Tensor,
     new: Tensor,
-    factors: Sequence[Factor],
+    side: Side,
     scales: Tensor,
     lost: Tensor,
     fresh: Tensor,
@@ -310,11 +317,12 @@ def keep_factor_(
     """
     if not kept.is_cuda and not worst.isfinite():
         return
-    scaled = [x.of(new).to(kept.dtype) for x in factors]
+    scaled = [x.to(kept.dtype) for x in side.of(new)]
     scaled = list(torch._foreach_div(scaled, list(scales.clamp_min(torch.finfo(kept.dtype).tiny).unbind())))
     if kept.is_cuda or lost.any():
-        rows = lost.split([x.rank for x in factors])
-        scaled = [torch.where(gone[:, None], x.of(fresh), y) for x, y, gone in zip(factors, scaled, rows, strict=True)]
+        rows = lost.split(side.ranks)
+        drawn = side.of(fresh)
+        scaled = [torch.where(gone[:, None], x, y) for x, y, gone in zip(drawn, scaled, rows, strict=True)]
     keep_(kept, torch.cat([x.flatten() for x in scaled]), worst)
 
 

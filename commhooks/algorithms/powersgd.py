@@ -28,7 +28,7 @@ from commhooks.feedback import ErrorFeedback
 from commhooks.memory import ParameterMemory
 from commhooks.state import ExecutorName, HookState, checked_choice, checked_int
 
-Side = Literal["p", "q"]
+SideName = Literal["p", "q"]
 FULL_STEPS = 2  # that the alternating variant begins with
 WIRE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
@@ -146,20 +146,22 @@ class PowerSGDState(HookState):
             plan = self._plans[layout] = ops.Plan(tuple(matrices), tuple(vectors))
         return plan
 
-    def factor(self, side: Side, bucket: Bucket) -> Tensor:
+    def factor(self, side: SideName, bucket: Bucket) -> Tensor:
         """The bucket's packed P or Q to project on: the last step's, with warm start; else random."""
         if self.warm_start:
             return self._packed(self._factors[side], side, bucket)
         return self._packed(ParameterMemory(), side, bucket, draw=self.step)
 
-    def keep_factor(self, side: Side, bucket: Bucket, new: Tensor, scales: Tensor, lost: Tensor, worst: Tensor) -> None:
+    def keep_factor(
+        self, side: SideName, bucket: Bucket, new: Tensor, scales: Tensor, lost: Tensor, worst: Tensor
+    ) -> None:
         """If `worst` is finite, the next step begins with `new`, scaled, but for its lost rows: random again."""
         plan = self.plan(bucket.layout)
         if self.warm_start and plan.matrices:
             kept, fresh = self.factor(side, bucket), self._packed(self._fresh[side], side, bucket)
-            ops.keep_factor_(kept, new, plan.ps if side == "p" else plan.qs, scales, lost, fresh, worst)
+            ops.keep_factor_(kept, new, plan.p if side == "p" else plan.q, scales, lost, fresh, worst)
 
-    def _packed(self, memory: ParameterMemory, side: Side, bucket: Bucket, draw: int = 0) -> Tensor:
+    def _packed(self, memory: ParameterMemory, side: SideName, bucket: Bucket, draw: int = 0) -> Tensor:
         def numel(parameter: Slice) -> int:
             n, m = matrix_shape(parameter.shape)
             return self.rank_of(parameter.shape) * (n if side == "p" else m)
@@ -201,14 +203,14 @@ async def _full_step(
     wire_dtype = state.wire_dtype or q.dtype
     m, wire, sent_p = ops.project(bucket.buffer, residual, q, plan, comm.world_size, wire_dtype)
     mean_p = await comm.all_reduce(wire)
-    vectors, sent_vectors = mean_p[plan.p_numel :], sent_p[plan.p_numel :]
+    vectors, sent_vectors = mean_p[plan.p.numel :], sent_p[plan.p.numel :]
     if not plan.matrices:
         return m, ops.Factors(q, q, vectors), ops.Factors(q, q, sent_vectors), ops.largest(vectors)
-    p, lost = ops.orthogonalize(mean_p, plan.ps, state.orthogonalization_epsilon, m.dtype)
+    p, lost = ops.orthogonalize(mean_p, plan.p, state.orthogonalization_epsilon, m.dtype)
     _, wire, sent_q = ops.project_t(m, None, p, plan, comm.world_size, wire_dtype, with_vectors=False)
     q = await comm.all_reduce(wire)
     # Of P as well: what is not finite in it, orthogonalization has spread, and with P to Q.
-    scales, worst = ops.magnitudes(q, plan.qs, vectors)
+    scales, worst = ops.magnitudes(q, plan.q, vectors)
     state.keep_factor("q", bucket, q, scales, lost, worst)
     if state.alternating:
         state.keep_factor("p", bucket, p, torch.ones_like(scales), lost, worst)
@@ -220,15 +222,15 @@ async def _half_step(
 ) -> tuple[Tensor, ops.Factors, ops.Factors, Tensor]:
     """P = M Q in even steps, Q = M^T P in odd ones, the factor projected on orthogonalized. Returns as `_full_step`."""
     left = state.step % 2 == 0
-    fixed: Side = "q" if left else "p"
-    moving: Side = "p" if left else "q"
-    numel = plan.p_numel if left else plan.q_numel
+    fixed: SideName = "q" if left else "p"
+    moving: SideName = "p" if left else "q"
+    numel = plan.p.numel if left else plan.q.numel
     factor = state.factor(fixed, bucket)
-    basis, lost = ops.orthogonalize(factor, plan.qs if left else plan.ps, state.orthogonalization_epsilon, factor.dtype)
+    basis, lost = ops.orthogonalize(factor, plan.q if left else plan.p, state.orthogonalization_epsilon, factor.dtype)
     args = bucket.buffer, residual, basis, plan, comm.world_size, state.wire_dtype or basis.dtype
     m, wire, sent = ops.project(*args) if left else ops.project_t(*args, with_vectors=True)
     mean = await comm.all_reduce(wire)
-    scales, worst = ops.magnitudes(mean, plan.ps if left else plan.qs, mean[numel:])
+    scales, worst = ops.magnitudes(mean, plan.p if left else plan.q, mean[numel:])
     state.keep_factor(moving, bucket, mean, scales, lost, worst)
 
     def factors(packed: Tensor) -> ops.Factors:

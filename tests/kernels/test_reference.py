@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from commhooks.triton_kernels.reference import Factor, keep_factor_, largest, magnitudes, orthogonalize
+from commhooks.triton_kernels.reference import Factor, Side, keep_factor_, largest, magnitudes, orthogonalize
 
 
 def packed_as(factors):
@@ -11,14 +11,14 @@ def packed_as(factors):
     for x in factors:
         shapes.append(Factor(offset, *x.shape))
         offset += x.numel()
-    return shapes
+    return Side(tuple(shapes))
 
 
 def orthonormal(*factors, epsilon=0.0):
     """Each factor's orthonormal rows, and which rows were dependent."""
-    shapes = packed_as(factors)
-    bases, lost = orthogonalize(torch.cat([x.flatten() for x in factors]), shapes, epsilon, torch.float32)
-    return [x.of(bases) for x in shapes], list(lost.split([x.rank for x in shapes]))
+    side = packed_as(factors)
+    bases, lost = orthogonalize(torch.cat([x.flatten() for x in factors]), side, epsilon, torch.float32)
+    return side.of(bases), list(lost.split(side.ranks))
 
 
 def with_condition(rank, n, condition, seed=0):
@@ -90,20 +90,20 @@ def test_largest_is_finite_only_if_all_are(values):
 
 
 def test_magnitudes():
-    shapes = packed_as([torch.empty(1, 2), torch.empty(2, 2)])
+    side = packed_as([torch.empty(1, 2), torch.empty(2, 2)])
     packed = torch.tensor([1.0, -3.0, 0.5, 0.0, 2.0, 1.0, float("nan")])  # what lies behind the factors does not count
-    scales, worst = magnitudes(packed, shapes, torch.tensor([-7.0]))
+    scales, worst = magnitudes(packed, side, torch.tensor([-7.0]))
     assert scales.tolist() == [3.0, 2.0]
     assert worst == 7.0
-    assert magnitudes(packed, shapes, torch.tensor([float("inf")]))[1].isinf()
-    assert magnitudes(packed.fill_(float("nan")), shapes, torch.tensor([1.0]))[1].isnan()
+    assert magnitudes(packed, side, torch.tensor([float("inf")]))[1].isinf()
+    assert magnitudes(packed.fill_(float("nan")), side, torch.tensor([1.0]))[1].isnan()
 
 
 def test_keep_factor_scales_refills_and_respects_what_is_not_finite():
     kept, new = torch.full((6,), 7.0), torch.tensor([2e30, -4e30, 0.0, 0.0, 1.0, 0.5])
     lost, fresh = torch.tensor([False, True, False]), torch.full((6,), 9.0)
-    shapes, scales = packed_as([torch.empty(2, 2), torch.empty(1, 2)]), torch.tensor([4e30, 1.0])
-    keep_factor_(kept, new, shapes, scales, lost, fresh, torch.tensor(float("nan")))
+    side, scales = packed_as([torch.empty(2, 2), torch.empty(1, 2)]), torch.tensor([4e30, 1.0])
+    keep_factor_(kept, new, side, scales, lost, fresh, torch.tensor(float("nan")))
     assert kept.tolist() == [7.0] * 6
-    keep_factor_(kept, new, shapes, scales, lost, fresh, torch.tensor(4e30))
+    keep_factor_(kept, new, side, scales, lost, fresh, torch.tensor(4e30))
     assert kept.tolist() == [0.5, -1.0, 9.0, 9.0, 1.0, 0.5]
