@@ -43,11 +43,11 @@ if BACKEND not in (None, *BACKENDS):
 
 
 def _dispatched(operation: Callable[Args, Result], module: str) -> Callable[Args, Result]:
-    """`operation` of the reference, or the kernel of that name in `module`, as the first argument wants it."""
+    """`operation` of the reference, or the kernel of that name in `module`, as device, dtypes and BACKEND want it."""
 
     @wraps(operation)
     def dispatch(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        if not _wants_kernel(args[0]):
+        if not _wants_kernels(args):
             return operation(*args, **kwargs)
         # Imported late: triton is not needed, nor always there, without a GPU.
         return getattr(import_module(f"commhooks.triton_kernels.{module}"), operation.__name__)(*args, **kwargs)
@@ -55,11 +55,12 @@ def _dispatched(operation: Callable[Args, Result], module: str) -> Callable[Args
     return dispatch
 
 
-def _wants_kernel(x: object) -> bool:
-    assert isinstance(x, Tensor)
-    if BACKEND is None:
-        return x.is_cuda and x.dtype != torch.float64
-    return BACKEND == "triton" and x.dtype != torch.float64
+def _wants_kernels(args: tuple[object, ...]) -> bool:
+    dtypes = [x if isinstance(x, torch.dtype) else getattr(x, "dtype", None) for x in args]
+    if torch.float64 in dtypes:
+        return False
+    on_gpu = isinstance(args[0], Tensor) and args[0].is_cuda
+    return on_gpu if BACKEND is None else BACKEND == "triton"
 
 
 to_wire = _dispatched(reference.to_wire, "cast")
