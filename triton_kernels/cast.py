@@ -11,16 +11,29 @@ from torch import Tensor
 from commhooks.triton_kernels.reference import compute_dtype
 from commhooks.triton_kernels.rounding import FLOATS, check, round_to, widen
 
-# 8 elements a thread of 4 warps: two loads of 16 bytes a thread even of float32, and enough programs of a 1 MB bucket
-# (256) to occupy every multiprocessor.
-BLOCK = 1024
+# 16 elements a thread of 4 warps, 8 on AMD with its warps of 64: loads of 16 bytes even of bfloat16. And still 128
+# programs of a 1 MB bucket, to occupy the multiprocessors.
+BLOCK = 2048
 WARPS = 4
 
 
 @triton.jit
 def _to_wire(gradient, residual, wire, rest, numel, divisor, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < numel
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    # Only the last block is masked: a mask that `numel` may cut anywhere forbids wide loads.
+    if start + BLOCK <= numel:
+        _to_wire_block(gradient, residual, wire, rest, start, numel, divisor, HAS_RESIDUAL, BLOCK, False)
+    else:
+        _to_wire_block(gradient, residual, wire, rest, start, numel, divisor, HAS_RESIDUAL, BLOCK, True)
+
+
+@triton.jit
+def _to_wire_block(
+    gradient, residual, wire, rest, start, numel, divisor,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    i = start + tl.arange(0, BLOCK)
+    inside = i < numel if MASKED else None
     m = widen(tl.load(gradient + i, inside))
     if HAS_RESIDUAL:
         m += tl.load(residual + i, inside)
@@ -32,8 +45,20 @@ def _to_wire(gradient, residual, wire, rest, numel, divisor, HAS_RESIDUAL: tl.co
 
 @triton.jit
 def _from_wire(wire, out, residual, rest, worst, numel, divisor, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < numel
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    if start + BLOCK <= numel:
+        _from_wire_block(wire, out, residual, rest, worst, start, numel, divisor, HAS_RESIDUAL, BLOCK, False)
+    else:
+        _from_wire_block(wire, out, residual, rest, worst, start, numel, divisor, HAS_RESIDUAL, BLOCK, True)
+
+
+@triton.jit
+def _from_wire_block(
+    wire, out, residual, rest, worst, start, numel, divisor,
+    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    i = start + tl.arange(0, BLOCK)
+    inside = i < numel if MASKED else None
     if HAS_RESIDUAL:
         # Before `out` is written, which `rest` may be.
         if tl.abs(widen(tl.load(worst))) < float("inf"):

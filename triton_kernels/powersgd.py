@@ -29,6 +29,7 @@ from commhooks.triton_kernels.tiles import (
 )
 
 MAX_RANK = 64
+LARGEST_BLOCK = 8192  # numbers to an atomic operation: all of them meet at one address
 BUILT_IN_REGISTERS = 8  # ranks up to this keep a sum a number of M, larger ones take tl.dot
 
 
@@ -130,10 +131,9 @@ def _sum_partials(
         if STORE_M:
             tl.store(m + at, total, inside)
     else:
-        partials += tl.load(chunk + 2) + i
-        for _ in range(splits):
-            total += tl.load(partials, inside, other=0.0)
-            partials += stride
+        first = tl.load(chunk + 2)
+        for split in range(splits):
+            total += tl.load(partials + first + split * stride + i, inside, other=0.0)
     rounded = round_to(tl.div_rn(total, divisor), wire.dtype.element_ty)
     tl.store(wire + start + i, rounded, inside)
     if wire.dtype.element_ty == tl.float32:
@@ -196,27 +196,38 @@ def _orthogonalize(packed, bases, lost, factors, epsilon, dependent, R: tl.const
 
 @triton.jit
 def _magnitudes(packed, vectors, slots, chunks, factor_chunks, factors, vectors_numel, CHUNK: tl.constexpr):
-    """The largest magnitude of a chunk, into its factor's slot and the last one. As bits, which order as floats do."""
+    """The largest magnitude of a chunk, into its factor's slot and the last one."""
     program = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, CHUNK)
     if program < factor_chunks:
         chunk = chunks + program * 4
-        x = widen(tl.load(packed + tl.load(chunk) + i, i < tl.load(chunk + 1), other=0.0))
-        slot = tl.load(chunk + 2)
+        _raise_to_magnitude(packed + tl.load(chunk), tl.load(chunk + 1), slots, tl.load(chunk + 2), factors, CHUNK)
     else:
-        i = (program - factor_chunks) * CHUNK + i
-        x = widen(tl.load(vectors + i, i < vectors_numel, other=0.0))
-        slot = factors + 0 * program
-    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)  # NaN is above infinity
-    tl.atomic_max(slots + slot, bits)
-    tl.atomic_max(slots + factors, bits)
+        start = (program - factor_chunks) * CHUNK
+        _raise_to_magnitude(vectors + start, vectors_numel - start, slots, factors, factors, CHUNK)
 
 
 @triton.jit
-def _largest(x, slot, numel, CHUNK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    bits = widen(tl.load(x + i, i < numel, other=0.0)).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(slot, tl.max(bits, 0))
+def _raise_to_magnitude(x, numel, slots, slot, last, CHUNK: tl.constexpr):
+    i = tl.arange(0, CHUNK)
+    bits = tl.max(_magnitude_bits(tl.load(x + i, i < numel, other=0.0)), 0)
+    tl.atomic_max(slots + slot, bits)
+    tl.atomic_max(slots + last, bits)
+
+
+@triton.jit
+def _magnitude_bits(x):
+    """|x| as an integer: of the same order, with NaN above infinity, and the same for whatever order they come in."""
+    return widen(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _largest(x, slot, numel, BLOCK: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    i = start + tl.arange(0, BLOCK)
+    if start + BLOCK <= numel:  # without a mask loads are wide
+        tl.atomic_max(slot, tl.max(_magnitude_bits(tl.load(x + i)), 0))
+    else:
+        tl.atomic_max(slot, tl.max(_magnitude_bits(tl.load(x + i, i < numel, other=0.0)), 0))
 
 
 @triton.jit
@@ -251,42 +262,58 @@ def _reconstruct(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """A tile of P Q^T and of M - P Q^T; or a piece of a vector."""
     tile = tiles + tl.program_id(0).to(tl.int64) * 8
-    rank = tl.load(tile + 3)
-    keep = False
-    if HAS_RESIDUAL:
-        keep = tl.abs(widen(tl.load(worst))) < float("inf")
-    if rank == 0:
-        i = tl.load(tile + 7) + tl.arange(0, ROWS * COLS)
-        inside = i < tl.load(tile + 2)
-        at, packed = tl.load(tile) + i, tl.load(tile + 4) + i
-        if keep:
-            left = tl.load(m + at, inside, other=0.0) - tl.load(sent_vectors + packed, inside, other=0.0)
-            tl.store(residual + at, left, inside)
-        mean = widen(tl.load(mean_vectors + packed, inside, other=0.0))
-        tl.store(out + at, round_to(mean, out.dtype.element_ty), inside)
+    if tl.load(tile + 3) == 0:
+        _reconstruct_vector(m, mean_vectors, sent_vectors, out, residual, worst, tile, HAS_RESIDUAL, ROWS * COLS)
     else:
-        offset = tl.multiple_of(tl.load(tile), ALIGN)
-        rows, cols = tl.load(tile + 1), tl.multiple_of(tl.load(tile + 2), ALIGN)
-        row = tl.load(tile + 6) + tl.arange(0, ROWS)
-        col = tl.multiple_of(tl.load(tile + 7), 16) + tl.arange(0, COLS)
-        inside = (row < rows)[:, None] & (col < cols)[None, :]
-        at = offset + row[:, None] * cols + col[None, :]
-        p, q = tl.load(tile + 4) + row, tl.load(tile + 5) + col
-        mean = tl.zeros((ROWS, COLS), tl.float32)
-        for k in range(rank):
-            p_k = widen(tl.load(mean_p + p + k * rows, row < rows, other=0.0))
-            q_k = widen(tl.load(mean_q + q + k * cols, col < cols, other=0.0))
-            mean += p_k[:, None] * q_k[None, :]
-        if keep:
+        _reconstruct_matrix(
+            m, mean_p, mean_q, sent_p, sent_q, out, residual, worst, tile, HAS_RESIDUAL, ALIGN, ROWS, COLS
+        )
+
+
+@triton.jit
+def _reconstruct_vector(
+    m, mean, sent, out, residual, worst, tile, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    i = tl.load(tile + 7) + tl.arange(0, BLOCK)
+    inside = i < tl.load(tile + 2)
+    at, packed = tl.load(tile) + i, tl.load(tile + 4) + i
+    if HAS_RESIDUAL:
+        if tl.abs(widen(tl.load(worst))) < float("inf"):
+            left = tl.load(m + at, inside, other=0.0) - tl.load(sent + packed, inside, other=0.0)
+            tl.store(residual + at, left, inside)
+    x = widen(tl.load(mean + packed, inside, other=0.0))
+    tl.store(out + at, round_to(x, out.dtype.element_ty), inside)
+
+
+@triton.jit
+def _reconstruct_matrix(
+    m, mean_p, mean_q, sent_p, sent_q, out, residual, worst, tile,
+    HAS_RESIDUAL: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """A tile of P Q^T of the means, and of M - P Q^T of what was sent."""
+    offset = tl.multiple_of(tl.load(tile), ALIGN)
+    rows, cols = tl.load(tile + 1), tl.multiple_of(tl.load(tile + 2), ALIGN)
+    rank = tl.load(tile + 3)
+    row = tl.load(tile + 6) + tl.arange(0, ROWS)
+    col = tl.multiple_of(tl.load(tile + 7), 16) + tl.arange(0, COLS)
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    at = offset + row[:, None] * cols + col[None, :]
+    p, q = tl.load(tile + 4) + row, tl.load(tile + 5) + col
+    if HAS_RESIDUAL:
+        if tl.abs(widen(tl.load(worst))) < float("inf"):
             left = tl.load(m + at, inside, other=0.0)
             for k in range(rank):
                 p_k = tl.load(sent_p + p + k * rows, row < rows, other=0.0)
                 q_k = tl.load(sent_q + q + k * cols, col < cols, other=0.0)
                 left -= p_k[:, None] * q_k[None, :]
             tl.store(residual + at, left, inside)
-        tl.store(out + at, round_to(mean, out.dtype.element_ty), inside)
+    mean = tl.zeros((ROWS, COLS), tl.float32)
+    for k in range(rank):
+        p_k = widen(tl.load(mean_p + p + k * rows, row < rows, other=0.0))
+        q_k = widen(tl.load(mean_q + q + k * cols, col < cols, other=0.0))
+        mean += p_k[:, None] * q_k[None, :]
+    tl.store(out + at, round_to(mean, out.dtype.element_ty), inside)
 
 
 def project(
@@ -395,15 +422,15 @@ def projection_constants(rank: int, *, transposed: bool) -> dict[str, int]:
     """ROWS, COLS and STEPS of `_project`: how it goes through a tile; and the number of warps.
 
     Up to rank 8 each thread keeps rank sums for each of its numbers, and adds threads' up once a tile: 16 x 128 x rank
-    sums are 64 registers a thread of 4 warps at rank 4, of 8 warps at rank 8. Above, tl.dot adds up at each step.
+    sums are 64 registers a thread at rank 8. Above, tl.dot adds up at each step; what it holds of both sides must fit
+    into the registers too.
     """
     r = max(1, triton.next_power_of_2(rank))
-    rows, cols = 16, 128
-    if r > BUILT_IN_REGISTERS:
-        cols = 128 if transposed else 64
+    rows = 8 if transposed and r == MAX_RANK else 16
+    cols = 64 if not transposed and r > BUILT_IN_REGISTERS else 128
     tile_rows, tile_cols = (TILE_T_ROWS, TILE_T_COLS) if transposed else (TILE_ROWS, TILE_COLS)
     steps = tile_rows // rows if transposed else tile_cols // cols
-    warps = 4 if r <= BUILT_IN_REGISTERS // 2 else 8
+    warps = 4 if not transposed and r in (1, 2, 16, 32) else 8
     return {"R": r, "ROWS": rows, "COLS": cols, "STEPS": steps, "num_warps": warps}
 
 
@@ -488,7 +515,7 @@ def largest(x: Tensor) -> Tensor:
     check("x", x, FLOATS, 0)
     slot = torch.zeros((), dtype=torch.int32, device=x.device)
     if x.numel():
-        _largest[(triton.cdiv(x.numel(), CHUNK),)](x, slot, x.numel(), CHUNK, num_warps=4)
+        _largest[(triton.cdiv(x.numel(), LARGEST_BLOCK),)](x, slot, x.numel(), LARGEST_BLOCK, num_warps=8)
     return slot.view(torch.float32)
 
 
