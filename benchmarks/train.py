@@ -54,6 +54,13 @@ def _powersgd(**options: Any) -> Callable[[DDP, int], commhooks.HookState | None
     return register
 
 
+def _topk(**options: Any) -> Callable[[DDP, int], commhooks.HookState | None]:
+    def register(ddp: DDP, _: int) -> commhooks.HookState:
+        return commhooks.register(ddp, commhooks.topk_hook, commhooks.TopKState(**options))
+
+    return register
+
+
 def _torch_fp16(ddp: DDP, _: int) -> None:
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
@@ -70,6 +77,9 @@ VARIANTS = {
     "powersgd-alternating": Variant(
         "powersgd_hook, alternating, bf16 wire", _powersgd(wire_dtype=torch.bfloat16, alternating=True), bucket_cap_mb=5
     ),
+    "topk": Variant("topk_hook, 1 %", _topk(), bucket_cap_mb=5),
+    "topk-leader": Variant("topk_hook, 1 %, leader", _topk(aggregation="leader"), bucket_cap_mb=5),
+    "topk-balanced": Variant("topk_hook, 1 %, balanced", _topk(aggregation="balanced"), bucket_cap_mb=5),
     "torch-fp16": Variant("torch fp16_compress_hook", _torch_fp16),
     "torch-powersgd": Variant("torch powerSGD_hook, one bucket", _torch_powersgd, bucket_cap_mb=100),
 }

@@ -2,7 +2,9 @@
 
 from commhooks.algorithms.cast import CastState
 from commhooks.algorithms.powersgd import PowerSGDState
-from commhooks.hooks import allreduce_hook, bf16_hook, fp16_hook, powersgd_hook
+from commhooks.algorithms.randomk import RandomKState
+from commhooks.algorithms.topk import TopKState
+from commhooks.hooks import allreduce_hook, bf16_hook, fp16_hook, powersgd_hook, randomk_hook, topk_hook
 from commhooks.registration import register
 from commhooks.state import HookState
 
@@ -12,9 +14,13 @@ __all__ = [
     "CastState",
     "HookState",
     "PowerSGDState",
+    "RandomKState",
+    "TopKState",
     "allreduce_hook",
     "bf16_hook",
     "fp16_hook",
     "powersgd_hook",
+    "randomk_hook",
     "register",
+    "topk_hook",
 ]

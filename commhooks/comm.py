@@ -50,6 +50,17 @@ class AllToAll(Collective):
         return (world_size - 1) / world_size * self.tensor.nbytes
 
 
+@dataclass(frozen=True, eq=False)
+class Broadcast(Collective):
+    """Rank `root`'s tensor, into every rank's."""
+
+    root: int = 0
+
+    def bytes_sent(self, world_size: int) -> float:
+        """The mean over ranks: every rank but one receives the tensor once."""
+        return (world_size - 1) / world_size * self.tensor.nbytes
+
+
 @dataclass(frozen=True)
 class Comm:
     """This rank's place among all ranks, and the collectives it can await."""
@@ -65,3 +76,6 @@ class Comm:
 
     def all_to_all(self, tensor: Tensor) -> AllToAll:
         return AllToAll(tensor)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Broadcast:
+        return Broadcast(tensor, root)

@@ -14,7 +14,7 @@ from torch import Tensor, distributed as dist
 from torch.futures import Future
 
 from commhooks.bucket import Bucket
-from commhooks.comm import AllGather, AllReduce, AllToAll, Collective, Comm
+from commhooks.comm import AllGather, AllReduce, AllToAll, Broadcast, Collective, Comm
 from commhooks.state import HookState
 
 Algorithm = Callable[[Any, Bucket, Comm], Coroutine[Collective, Tensor, Tensor]]
@@ -154,6 +154,8 @@ def _launch(collective: Collective, group: dist.ProcessGroup) -> tuple[dist.Work
         case AllToAll():
             received = torch.empty_like(x)
             return dist.all_to_all_single(received, x, group=group, async_op=True), received
+        case Broadcast():
+            return dist.broadcast(x, group=group, group_src=collective.root, async_op=True), x
     raise TypeError(f"an algorithm awaited {collective!r}, which is not a collective")
 
 

@@ -14,6 +14,8 @@ from torch.futures import Future
 from commhooks.algorithms.allreduce import allreduce
 from commhooks.algorithms.cast import CastState, bf16, fp16
 from commhooks.algorithms.powersgd import PowerSGDState, powersgd
+from commhooks.algorithms.randomk import RandomKState, randomk
+from commhooks.algorithms.topk import TopKState, topk
 from commhooks.binding import find_and_bind, implicit_state
 from commhooks.executor import Algorithm
 from commhooks.state import HookState
@@ -59,19 +61,41 @@ def powersgd_hook(state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tenso
     return _run(powersgd, PowerSGDState, state, bucket)
 
 
+def topk_hook(state: TopKState, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean of every rank's entries of largest magnitude, with error feedback (arXiv:1704.05021).
+
+    Args:
+        state: a `TopKState`.
+        bucket: from DDP.
+    """
+    return _run(topk, TopKState, state, bucket)
+
+
+def randomk_hook(state: RandomKState, bucket: dist.GradBucket) -> Future[Tensor]:
+    """The mean of entries that all ranks draw alike, with error feedback or unbiased (arXiv:1809.07599).
+
+    Args:
+        state: a `RandomKState`.
+        bucket: from DDP.
+    """
+    return _run(randomk, RandomKState, state, bucket)
+
+
 # What commhooks.register knows of each hook: the state it takes, and whether it makes one where it is given none.
 HOOKS: dict[Callable[..., Any], tuple[type[HookState], bool]] = {
     allreduce_hook: (HookState, True),
     bf16_hook: (CastState, True),
     fp16_hook: (CastState, True),
     powersgd_hook: (PowerSGDState, False),
+    topk_hook: (TopKState, False),
+    randomk_hook: (RandomKState, False),
 }
 
 
 def _run(
     algorithm: Algorithm, state_type: type[HookState], state: object, grad_bucket: dist.GradBucket
 ) -> Future[Tensor]:
-    if state_type is not PowerSGDState and (state is None or isinstance(state, dist.ProcessGroup)):
+    if state_type in (HookState, CastState) and (state is None or isinstance(state, dist.ProcessGroup)):
         state = implicit_state(state_type, state, grad_bucket)
     if not isinstance(state, state_type):
         raise TypeError(f"{algorithm.__name__}_hook takes a {state_type.__name__}, not {state!r}")

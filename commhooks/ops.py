@@ -13,8 +13,9 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from commhooks.triton_kernels import reference
-from commhooks.triton_kernels.reference import Factor, Factors, Matrix, Plan, Side, compute_dtype
+from commhooks.triton_kernels import reference, reference_topk
+from commhooks.triton_kernels.reference import Factor, Factors, Matrix, Plan, Side, compute_dtype, keep_
+from commhooks.triton_kernels.reference_topk import packed_bytes, unpack_blocks
 
 __all__ = [
     "Factor",
@@ -24,14 +25,21 @@ __all__ = [
     "Side",
     "compute_dtype",
     "from_wire_",
+    "keep_",
     "keep_factor_",
     "largest",
     "magnitudes",
     "orthogonalize",
+    "packed_bytes",
     "project",
     "project_t",
     "reconstruct_",
+    "select_blocks",
+    "select_exact",
+    "sum_blocks_",
+    "sum_sparse_",
     "to_wire",
+    "unpack_blocks",
 ]
 
 Args = ParamSpec("Args")
@@ -72,3 +80,7 @@ orthogonalize = _dispatched(reference.orthogonalize, "powersgd")
 magnitudes = _dispatched(reference.magnitudes, "powersgd")
 keep_factor_ = _dispatched(reference.keep_factor_, "powersgd")
 reconstruct_ = _dispatched(reference.reconstruct_, "powersgd")
+select_blocks = _dispatched(reference_topk.select_blocks, "topk")
+select_exact = _dispatched(reference_topk.select_exact, "topk")
+sum_blocks_ = _dispatched(reference_topk.sum_blocks_, "topk")
+sum_sparse_ = _dispatched(reference_topk.sum_sparse_, "topk")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from commhooks.bucket import Bucket, Layout, lay_out
-from commhooks.comm import AllGather, AllReduce, AllToAll, Collective, Comm
+from commhooks.comm import AllGather, AllReduce, AllToAll, Broadcast, Collective, Comm
 from commhooks.state import HookState
 
 S = TypeVar("S", bound=HookState)
@@ -100,6 +100,35 @@ class Simulation(Generic[S]):
             answers = list(perform(awaited))
 
 
+def bytes_sent(
+    algorithm: Callable[[S, Bucket, Comm], Coroutine[Collective, Tensor, Tensor]],
+    state: S,
+    layout: Layout,
+    dtype: torch.dtype,
+    world_size: int,
+) -> float:
+    """Bytes that each of `world_size` ranks would send for a bucket in the state's next step: one rank's work, not W.
+
+    No other rank is there: each collective gives back this rank's tensor, or copies of it.
+    """
+    bucket = Bucket(layout, torch.zeros(sum(x.numel for x in layout.slices), dtype=dtype), is_last=True)
+    state.begin_bucket(bucket, world_size)
+    before = state.metrics()["bytes_sent"]
+    coroutine = algorithm(state, bucket, Comm(0, world_size))
+    answer: Tensor | None = None
+    with torch.no_grad():
+        while True:
+            try:
+                collective = coroutine.send(answer)  # type: ignore[arg-type]  # the first is None
+            except StopIteration:
+                break
+            state.count(collective, world_size)
+            x = collective.tensor
+            answer = x.expand(world_size, *x.shape) if isinstance(collective, AllGather) else x
+    state.end_step()
+    return state.metrics()["bytes_sent"] - before
+
+
 def perform(collectives: Sequence[Collective]) -> list[Tensor]:
     """The same collective of every rank, in rank order: what each rank gets."""
     tensors = [collective.tensor for collective in collectives]
@@ -113,6 +142,8 @@ def perform(collectives: Sequence[Collective]) -> list[Tensor]:
             return [torch.stack(tensors) for _ in tensors]
         case AllToAll():
             return [torch.stack([x[rank] for x in tensors]) for rank in range(len(tensors))]
+        case Broadcast(root=root):
+            return [x.copy_(tensors[root]) for x in tensors]
     raise TypeError(f"{collectives[0]!r} is not a collective")
 
 

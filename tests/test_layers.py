@@ -38,6 +38,8 @@ def test_import_rules(part):
     assert files
     for file in files:
         for name in imports(file):
+            if part == "triton_kernels" and name.startswith("commhooks.triton_kernels"):
+                continue  # the one name that it is imported under
             assert not any((name + ".").startswith(prefix.rstrip(".") + ".") for prefix in FORBIDDEN[part]), (
                 f"{file.relative_to(ROOT)} imports {name}"
             )

@@ -7,10 +7,12 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from commhooks import CastState, HookState, PowerSGDState
+from commhooks import CastState, HookState, PowerSGDState, RandomKState, TopKState
 from commhooks.algorithms.allreduce import allreduce
 from commhooks.algorithms.cast import bf16, fp16
 from commhooks.algorithms.powersgd import powersgd
+from commhooks.algorithms.randomk import randomk
+from commhooks.algorithms.topk import topk
 from commhooks.simulate import Simulation
 
 
@@ -22,6 +24,7 @@ class Case:
     wire: torch.dtype | None = None  # what values are rounded to on the wire; None is no further rounding
     sums_exactly: bool = False  # the sum over ranks rounds no more than float32 does
     feedback: bool = False
+    share: float = 1.0  # of a bucket of 108 entries, what one step sends: others wait
 
     def simulation(self, world_size: int) -> Simulation:
         return Simulation(self.algorithm, self.make_state, world_size)
@@ -51,6 +54,20 @@ def powersgd_case(name, rank=2, **options) -> Case:
     )
 
 
+def topk_case(name, algorithm=topk, state=TopKState, **options) -> Case:
+    wire = options.get("wire_dtype", torch.bfloat16)
+    reduces = algorithm is randomk or options.get("aggregation") == "leader"  # the wire dtype's sums, hop by hop
+    return Case(
+        name,
+        algorithm,
+        lambda: state(**options),
+        wire=wire if wire != torch.float32 else None,
+        sums_exactly=not reduces or wire == torch.float32,
+        feedback=options.get("use_error_feedback", True),
+        share=options["k"] / 108 if "k" in options else options["density"],
+    )
+
+
 EF = {"use_error_feedback": True}
 CASES = [
     Case("allreduce", allreduce, HookState),
@@ -72,6 +89,16 @@ CASES = [
     powersgd_case("powersgd fp16", wire_dtype=torch.float16),
     powersgd_case("powersgd alternating", alternating=True),
     powersgd_case("powersgd alternating bf16", alternating=True, wire_dtype=torch.bfloat16),
+    topk_case("topk", k=3, block_size=256),
+    topk_case("topk allgather", k=3, aggregation="allgather", wire_dtype=torch.float16),
+    topk_case("topk balanced", density=0.2, aggregation="balanced", block_size=256),
+    topk_case("topk leader", k=2, aggregation="leader", wire_dtype=torch.float32),
+    topk_case("topk leader bf16", k=2, aggregation="leader"),
+    topk_case("topk exact", k=4, selection="exact", aggregation="allgather"),
+    topk_case("topk exact leader", density=0.3, selection="exact", aggregation="leader"),
+    topk_case("topk warm-up", k=1, warmup_steps=3),
+    topk_case("randomk", randomk, RandomKState, density=0.5, wire_dtype=torch.float32),
+    topk_case("randomk bf16", randomk, RandomKState, density=0.3),
 ]
 WITH_FEEDBACK = [case for case in CASES if case.feedback]
 POWERSGD = [case for case in CASES if case.algorithm is powersgd]

@@ -112,4 +112,4 @@ def test_what_is_held_back_comes_later(case):
     steps = 60
     total = sum(flatten(ranks.step(gradients)[0]) for _ in range(steps))
     exact = sum(flatten(gradient) for gradient in gradients) / 2 * steps
-    assert (total - exact).norm() <= 0.15 * exact.norm()
+    assert (total - exact).norm() <= max(0.15, 1 / case.share / steps) * exact.norm()

@@ -17,6 +17,9 @@ HOOKS = {
         commhooks.PowerSGDState,
         {"start_powerSGD_iter": 0, "alternating": True},
     ),
+    "topk": (commhooks.topk_hook, commhooks.TopKState, {"density": 0.1}),  # allgather for 2 ranks, balanced for 4
+    "topk leader": (commhooks.topk_hook, commhooks.TopKState, {"density": 0.1, "aggregation": "leader"}),
+    "randomk": (commhooks.randomk_hook, commhooks.RandomKState, {"density": 0.1}),
 }
 
 

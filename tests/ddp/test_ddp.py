@@ -198,9 +198,11 @@ def gradient_of(value, hook, dtype):
 
 def large_fp16(hook):
     mean = gradient_of(5e4, hook, torch.float16)
+    mean = mean[mean != 0]  # top-k and random-k have not sent all of it
+    assert len(mean) == 1024 or hook.startswith(("topk", "randomk"))
     torch.testing.assert_close(mean, torch.full_like(mean, 5e4), rtol=2e-3, atol=0)
     infinite = gradient_of(float("inf") if dist.get_rank() == 0 else 1.0, hook, torch.float16)
-    assert not infinite.isfinite().any()
+    assert not infinite[infinite != 0].isfinite().any()
 
 
 @all_hooks

@@ -1,0 +1,262 @@
+"""Top-k: of every gradient the entries of largest magnitude, with error feedback (arXiv:1704.05021, 1809.07599).
+
+    M = gradient + residual
+    the k largest entries of every block of M are sent, as values and indices
+    gradient = the mean over ranks of what was sent, added up in rank order
+    residual = M less what this rank sent
+
+Ranks choose different entries. How their choices are added up is the aggregation:
+
+- "allgather": every rank gets every rank's entries. W - 1 times the bytes of one selection.
+- "balanced": each rank adds up one range of blocks (all_to_all), selects again the k largest of every block of the sum,
+  and sends those to all (all_gather): twice the bytes of one selection, whatever W is. What the second selection drops
+  goes into the residual of the rank that dropped it.
+- "leader": one rank chooses for all, another one each step; the values of those entries are all-reduced.
+
+Parameters that are not compressed ride along with their entries.
+"""
+
+from dataclasses import replace
+from math import ceil
+from typing import Literal, get_args
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, distributed as dist
+
+from commhooks import ops
+from commhooks.algorithms.allreduce import allreduce
+from commhooks.algorithms.chosen import reduce_chosen
+from commhooks.algorithms.riders import Riders
+from commhooks.algorithms.selection import BlockSelection, ExactSelection
+from commhooks.bucket import Bucket, Layout
+from commhooks.comm import Comm
+from commhooks.feedback import ErrorFeedback
+from commhooks.memory import ParameterMemory
+from commhooks.state import ExecutorName, HookState, checked_choice, checked_int
+
+Selection = Literal["block", "exact"]
+Aggregation = Literal["auto", "allgather", "balanced", "leader"]
+BLOCK_SIZES = (256, 512, 1024, 2048, 4096, 8192)
+WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TopKState(HookState):
+    """Options of `topk_hook`.
+
+    Args:
+        process_group, start_iter, executor, stats_logging_frequency: see `HookState`.
+        density: the fraction of entries that a rank sends; in (0, 1]. 0.01 if neither it nor `k` is given.
+        k: instead, how many entries: of every block, or with selection="exact" of every bucket.
+        selection: "block" selects from every `block_size` consecutive entries of a bucket, in one pass; "exact" from
+            the bucket as a whole.
+        block_size: 256 to 8192, a power of two. Up to 256 an index takes 8 bits, else 16; with "exact" always 32.
+        aggregation: "allgather", "balanced" or "leader", see the module; "auto" is the one of the first two that sends
+            less: "allgather" for two ranks, "balanced" for more. "balanced" needs selection="block".
+        wire_dtype: of the values: torch.bfloat16, float16 or float32. What rounding takes is fed back.
+        use_error_feedback: add to the next gradient what was not sent of this one. Without it top-k does not converge.
+        warmup_steps: number of steps after `start_iter` in which the density falls from 1 to its target, by the same
+            factor each step (deep gradient compression, arXiv:1712.01887).
+        momentum: momentum correction with factor masking (arXiv:1712.01887): gradients are gathered into a velocity
+            with this factor before selection, and the velocity of what is sent starts again from zero. Use it with an
+            optimizer without momentum, in place of its momentum: entries that wait would else get it too late. 0 is
+            none; leave it so with Adam.
+        min_numel: parameters of fewer entries than this ride along uncompressed, as vectors always do.
+
+    Raises:
+        ValueError, TypeError: an option is out of its range; the message names it.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        density: float | None = None,
+        k: int | None = None,
+        selection: Selection = "block",
+        block_size: int = 1024,
+        aggregation: Aggregation = "auto",
+        wire_dtype: torch.dtype = torch.bfloat16,
+        use_error_feedback: bool = True,
+        warmup_steps: int = 0,
+        momentum: float = 0.0,
+        min_numel: int = 0,
+        start_iter: int = 0,
+        executor: ExecutorName = "auto",
+        stats_logging_frequency: int = 0,
+    ) -> None:
+        super().__init__(
+            process_group,
+            start_iter=start_iter,
+            executor=executor,
+            stats_logging_frequency=stats_logging_frequency,
+        )
+        if density is not None and k is not None:
+            raise ValueError(f"density is {density} and k is {k}; only one of them may be given")
+        if density is not None and not 0 < density <= 1:
+            raise ValueError(f"density is {density}; it must be above 0 and at most 1")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}; it must be at least 0 and below 1")
+        self.k = None if k is None else checked_int("k", k, least=1)
+        self.density = 0.01 if density is None and k is None else density
+        self.selection = checked_choice("selection", selection, get_args(Selection))
+        self.block_size = checked_choice("block_size", block_size, BLOCK_SIZES)
+        self.aggregation = checked_choice("aggregation", aggregation, get_args(Aggregation))
+        if self.selection == "exact" and self.aggregation == "balanced":
+            raise ValueError('aggregation is "balanced"; with selection="exact" it must be "allgather" or "leader"')
+        self.wire_dtype = checked_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
+        self.use_error_feedback = use_error_feedback
+        self.warmup_steps = checked_int("warmup_steps", warmup_steps, least=0)
+        self.momentum = momentum
+        self.min_numel = checked_int("min_numel", min_numel, least=0)
+        self.feedback = ErrorFeedback()
+        self._velocity = ParameterMemory()
+        self._riders: WeakKeyDictionary[Layout, Riders] = WeakKeyDictionary()
+
+    def config(self) -> dict[str, object]:
+        names = (
+            "density",
+            "k",
+            "selection",
+            "block_size",
+            "aggregation",
+            "wire_dtype",
+            "use_error_feedback",
+            "warmup_steps",
+            "momentum",
+            "min_numel",
+        )
+        return super().config() | {name: getattr(self, name) for name in names}
+
+    def count_of(self, numel: int) -> int:
+        """k: how many of `numel` entries, a block's or a bucket's, are sent in this step."""
+        target = self.k if self.density is None else round(self.density * numel)
+        fraction = min(max(1, target or 0), numel) / max(1, numel)
+        progress = min(1.0, (self.step - self.start_iter + 1) / (self.warmup_steps + 1))
+        return ceil(numel * fraction**progress - 1e-6)  # less what a power of 1 may add
+
+    def aggregation_among(self, world_size: int) -> Aggregation:
+        """The aggregation, "auto" resolved: the fewer bytes of (W - 1) and 2 (W - 1) / W selections."""
+        if self.aggregation != "auto":
+            return self.aggregation
+        return "allgather" if world_size <= 2 or self.selection == "exact" else "balanced"
+
+    def select_from(self, numel: int) -> BlockSelection | ExactSelection:
+        """How `numel` entries are selected from in this step."""
+        if self.selection == "exact":
+            return ExactSelection(numel, self.count_of(numel), self.wire_dtype)
+        return BlockSelection(numel, self.count_of(self.block_size), self.wire_dtype, self.block_size)
+
+    def riders(self, layout: Layout) -> Riders:
+        """The bucket's parameters that are not compressed."""
+        riders = self._riders.get(layout)
+        if riders is None:
+            riders = self._riders[layout] = Riders(layout, self.min_numel)
+        return riders
+
+    def velocity(self, bucket: Bucket) -> Tensor:
+        dtype = ops.compute_dtype(bucket.buffer.dtype)
+        return self._velocity.flat(bucket, lambda x: x.numel, dtype, lambda _, piece: piece.zero_())
+
+
+async def topk(state: TopKState, bucket: Bucket, comm: Comm) -> Tensor:
+    """The mean over all ranks of each rank's largest entries, in place in `bucket.buffer`."""
+    riders = state.riders(bucket.layout)
+    if state.reduces_exactly(bucket) or riders.alone:
+        return await allreduce(state, bucket, comm)
+    residual = state.feedback.residual(bucket) if state.use_error_feedback else None
+    moved = _correct_momentum(state, bucket) if state.momentum else None
+    aggregate = {"allgather": _allgather, "balanced": _balanced, "leader": _leader}[
+        state.aggregation_among(comm.world_size)
+    ]
+    sent, worst = await aggregate(state, bucket, residual, riders, comm)
+    if moved is not None:
+        moved[sent] = 0
+        ops.keep_(state.velocity(bucket), moved, worst)
+    return bucket.buffer
+
+
+def _correct_momentum(state: TopKState, bucket: Bucket) -> Tensor:
+    """The gradient becomes the velocity, which is also returned, apart from the state until all is known finite."""
+    velocity = state.velocity(bucket)
+    moved = torch.add(bucket.buffer, velocity, alpha=state.momentum).to(velocity.dtype)
+    bucket.buffer.copy_(moved)
+    return moved
+
+
+async def _allgather(
+    state: TopKState, bucket: Bucket, residual: Tensor | None, riders: Riders, comm: Comm
+) -> tuple[Tensor, Tensor]:
+    """Returns, as every aggregation, where this rank's sent entries lie, and the largest magnitude received."""
+    selection = state.select_from(bucket.buffer.numel())
+    riding = riders.take_(bucket.buffer).to(ops.compute_dtype(bucket.buffer.dtype))
+    m, packed = selection.select(bucket.buffer, residual)
+    gathered = await comm.all_gather(torch.cat([packed, riding.view(torch.uint8)]))  # (W, bytes)
+    entries, riding = _split(gathered, selection.nbytes, riding.dtype)  # (W, bytes), (W, riders)
+    worst = torch.maximum(ops.largest(selection.values(entries)), ops.largest(riding))
+    if residual is not None:
+        ops.keep_(residual, m, worst)
+    selection.sum_(entries, comm.world_size, bucket.buffer)
+    riders.put_(riding.sum(0).div_(comm.world_size), bucket.buffer)
+    return selection.indices(packed), worst
+
+
+async def _balanced(
+    state: TopKState, bucket: Bucket, residual: Tensor | None, riders: Riders, comm: Comm
+) -> tuple[Tensor, Tensor]:
+    selection = state.select_from(bucket.buffer.numel())
+    assert isinstance(selection, BlockSelection)
+    riding = riders.take_(bucket.buffer).to(ops.compute_dtype(bucket.buffer.dtype))
+    m, packed = selection.select(bucket.buffer, residual)
+
+    # Each rank adds up its own range of blocks, and of riders.
+    size = comm.world_size
+    part = selection.part(size)
+    per_rank = -(-riders.numel // size)
+    riding = torch.cat([riding, riding.new_zeros(size * per_rank - riders.numel)]).view(size, per_rank)
+    parts = selection.split(packed, part, size)  # (W, bytes)
+    received = await comm.all_to_all(torch.cat([parts, riding.view(torch.uint8)], 1))
+    entries, riding = _split(received, part.nbytes, riding.dtype)
+    total = m.new_zeros(part.numel)
+    part.sum_(entries, size, total)
+
+    # The means are selected from once more, and gathered by all.
+    start, stop = selection.range_of(comm.rank, size)
+    own = replace(selection, numel=stop - start)
+    dropped, again = own.select(total[: stop - start], None)
+    mean = riding.sum(0).div_(size)
+    gathered = await comm.all_gather(torch.cat([own.split(again, part, 1)[0], mean.view(torch.uint8)]))
+    entries, riding = _split(gathered, part.nbytes, riding.dtype)
+    worst = torch.maximum(ops.largest(part.values(entries)), ops.largest(riding))
+    if residual is not None:
+        m[start:stop].add_(dropped, alpha=size)  # of the mean, so of the sum W times as much
+        ops.keep_(residual, m, worst)
+    selection.sum_(selection.join(entries, part)[None], 1, bucket.buffer)
+    riders.put_(riding.flatten()[: riders.numel], bucket.buffer)
+    return selection.indices(packed), worst
+
+
+async def _leader(
+    state: TopKState, bucket: Bucket, residual: Tensor | None, riders: Riders, comm: Comm
+) -> tuple[Tensor, Tensor]:
+    selection = state.select_from(bucket.buffer.numel())
+    m = bucket.buffer.to(ops.compute_dtype(bucket.buffer.dtype))
+    if residual is not None:
+        m.add_(residual)
+    riding = riders.take_(m)
+    leader = state.step % comm.world_size
+    if comm.rank == leader:
+        _, packed = selection.select(m.clone(), None)
+        chosen = selection.index_bytes(packed)
+    else:
+        chosen = torch.empty(selection.index_nbytes, dtype=torch.uint8, device=m.device)
+    sent = selection.places(await comm.broadcast(chosen, leader))
+    worst = await reduce_chosen(sent, m, riding, riders, bucket.buffer, residual, state.wire_dtype, comm)
+    return sent, worst
+
+
+def _split(rows: Tensor, nbytes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Of received (W, bytes): the entries, uint8, and the riders behind them (W, riders)."""
+    riders = rows[:, nbytes:]
+    shape = len(rows), riders.shape[1] // dtype.itemsize
+    return rows[:, :nbytes].contiguous(), riders.reshape(-1).view(dtype).view(shape)
