@@ -4,17 +4,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+OLD_TRITON := build/triton-3.6.0
 
 .PHONY: demo test clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
-test: $(READY)
+test: $(READY) $(OLD_TRITON)/triton
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -n 2 tests/kernels
 
 # The versions in constraints.txt are those tested. To keep a torch of your own: make CONSTRAINTS=/dev/null
 CONSTRAINTS ?= constraints.txt
@@ -23,6 +25,12 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[bench,dev]'
+	touch $@
+
+# The kernels are tested with the newest Triton, and with the one of PyTorch 2.11; whose interpreter needs a NumPy of its
+# time: 2.4 no longer makes a number of an array of one element.
+$(OLD_TRITON)/triton: $(READY)
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(OLD_TRITON) triton==3.6.0 numpy==2.3.5
 	touch $@
 
 clean:

@@ -426,11 +426,12 @@ def projection_constants(rank: int, *, transposed: bool) -> dict[str, int]:
     into the registers too.
     """
     r = max(1, triton.next_power_of_2(rank))
-    rows = 8 if transposed and r == MAX_RANK else 16
+    rows = 16
     cols = 64 if not transposed and r > BUILT_IN_REGISTERS else 128
     tile_rows, tile_cols = (TILE_T_ROWS, TILE_T_COLS) if transposed else (TILE_ROWS, TILE_COLS)
     steps = tile_rows // rows if transposed else tile_cols // cols
-    warps = 4 if not transposed and r in (1, 2, 16, 32) else 8
+    narrow = not transposed and r in (1, 2, 16, 32)
+    warps = 4 if narrow else 16 if transposed and r == MAX_RANK else 8
     return {"R": r, "ROWS": rows, "COLS": cols, "STEPS": steps, "num_warps": warps}
 
 
@@ -463,16 +464,21 @@ def orthogonalize(packed: Tensor, side: Side, epsilon: float, dtype: torch.dtype
     lost = torch.empty(sum(side.ranks), dtype=torch.int8, device=packed.device)
     if side.factors:
         constants = orthogonalize_constants(tables.max_rank)
+        warps = constants.pop("num_warps")
         _orthogonalize[(len(side.factors),)](
-            packed, bases, lost, tables.factors, float(epsilon), DEPENDENT, **constants, num_warps=8
+            packed, bases, lost, tables.factors, float(epsilon), DEPENDENT, **constants, num_warps=warps
         )
     return bases, lost.view(torch.bool)
 
 
 def orthogonalize_constants(rank: int) -> dict[str, int]:
-    """R and BLOCK: 4096 float64 numbers, 32 registers a thread of 8 warps; but whole warps' loads of each row."""
+    """R, BLOCK and the number of warps.
+
+    4096 float64 numbers, 32 registers a thread of 8 warps; but whole warps' loads of each row. The Gram matrix of rank
+    64 is as large again, and takes 16 warps.
+    """
     r = max(1, triton.next_power_of_2(rank))
-    return {"R": r, "BLOCK": min(1024, 4096 // r)}
+    return {"R": r, "BLOCK": min(1024, 4096 // r), "num_warps": 16 if r == MAX_RANK else 8}
 
 
 def magnitudes(packed: Tensor, side: Side, vectors: Tensor) -> tuple[Tensor, Tensor]:

@@ -184,7 +184,7 @@ def _largest(m: Tensor, k: int, scratch: Tensor | None = None) -> Tensor:
     if (maxima >= bound).sum() > 2 * rows * k:  # many equal, zeros most often: the first k of a row are enough
         equal = keys == bound
         surplus = equal & (equal.cumsum(1) > k)
-    mask = keys.ge_(bound).to(torch.bool)  # a quarter of the time of one that makes booleans
+    mask = keys.ge_(bound).to(torch.bool)  # half the time of a comparison that makes booleans
     if surplus is not None:
         mask &= ~surplus
     at = _nonzero(mask)
