@@ -474,11 +474,10 @@ def orthogonalize(packed: Tensor, side: Side, epsilon: float, dtype: torch.dtype
 def orthogonalize_constants(rank: int) -> dict[str, int]:
     """R, BLOCK and the number of warps.
 
-    4096 float64 numbers, 32 registers a thread of 8 warps; but whole warps' loads of each row. The Gram matrix of rank
-    64 is as large again, and takes 16 warps.
+    4096 float64 numbers, 32 registers a thread of 8 warps; but whole warps' loads of each row.
     """
     r = max(1, triton.next_power_of_2(rank))
-    return {"R": r, "BLOCK": min(1024, 4096 // r), "num_warps": 16 if r == MAX_RANK else 8}
+    return {"R": r, "BLOCK": min(1024, 4096 // r), "num_warps": 8}
 
 
 def magnitudes(packed: Tensor, side: Side, vectors: Tensor) -> tuple[Tensor, Tensor]:
