@@ -58,6 +58,13 @@ def test_only_hooks_know_grad_buckets():
             assert "GradBucket" not in file.read_text(), file
 
 
+def test_backend_that_is_none_is_refused():
+    command = [sys.executable, "-c", "import commhooks"]
+    environment = os.environ | {"COMMHOOKS_BACKEND": "cuda"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert "COMMHOOKS_BACKEND is 'cuda'; it must be one of reference, triton" in done.stderr
+
+
 def test_lean_import():
     """`import commhooks` works where there is no triton and no GPU, and wakes neither."""
     code = "import sys, torch, commhooks; assert 'triton' not in sys.modules; assert not torch.cuda.is_initialized()"

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from commhooks.triton_kernels.reference import compute_dtype
-from commhooks.triton_kernels.rounding import FLOATS, check, round_to, widen
+from commhooks.triton_kernels.rounding import FLOATS, LAUNCH, check, round_to, widen
 
 # 16 elements a thread of 4 warps, 8 on AMD with its warps of 64: loads of 16 bytes even of bfloat16. And still 128
 # programs of a 1 MB bucket, to occupy the multiprocessors.
@@ -103,7 +103,16 @@ def to_wire(
     if numel:
         grid = (triton.cdiv(numel, BLOCK),)
         _to_wire[grid](
-            gradient, residual, wire, rest, numel, float(divisor), residual is not None, BLOCK, num_warps=WARPS
+            gradient,
+            residual,
+            wire,
+            rest,
+            numel,
+            float(divisor),
+            residual is not None,
+            BLOCK,
+            **LAUNCH,
+            num_warps=WARPS,
         )
     return wire, rest
 
@@ -138,4 +147,6 @@ def from_wire_(
     if numel:
         grid = (triton.cdiv(numel, BLOCK),)
         has_residual = residual is not None
-        _from_wire[grid](wire, out, residual, rest, worst, numel, float(divisor), has_residual, BLOCK, num_warps=WARPS)
+        _from_wire[grid](
+            wire, out, residual, rest, worst, numel, float(divisor), has_residual, BLOCK, **LAUNCH, num_warps=WARPS
+        )

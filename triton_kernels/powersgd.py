@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from commhooks.triton_kernels.reference import DEPENDENT, Factors, Plan, Projection, Side
-from commhooks.triton_kernels.rounding import FLOATS, check, round_to, widen
+from commhooks.triton_kernels.rounding import FLOATS, LAUNCH, check, round_to, widen
 from commhooks.triton_kernels.tiles import (
     CHUNK,
     TILE_COLS,
@@ -406,14 +406,25 @@ def _launch_project(
         warps = constants.pop("num_warps")
         _project[(len(tiles.tiles),)](
             gradient, residual, m, factor, partials, tiles.tiles, *flags, transposed, tables.align, **constants,
-            num_warps=warps,
+            **LAUNCH, num_warps=warps,
         )  # fmt: skip
     numel = tiles.packed_numel
     wire = torch.empty(numel, dtype=dtype, device=m.device)
     sent = torch.empty(numel, dtype=torch.float32, device=m.device)
     if len(tiles.chunks):
         _sum_partials[(len(tiles.chunks),)](
-            partials, gradient, residual, m, wire, sent, tiles.chunks, float(divisor), *flags, CHUNK, num_warps=4
+            partials,
+            gradient,
+            residual,
+            m,
+            wire,
+            sent,
+            tiles.chunks,
+            float(divisor),
+            *flags,
+            CHUNK,
+            **LAUNCH,
+            num_warps=4,
         )
     return Projection(m, wire, sent)
 
@@ -466,7 +477,7 @@ def orthogonalize(packed: Tensor, side: Side, epsilon: float, dtype: torch.dtype
         constants = orthogonalize_constants(tables.max_rank)
         warps = constants.pop("num_warps")
         _orthogonalize[(len(side.factors),)](
-            packed, bases, lost, tables.factors, float(epsilon), DEPENDENT, **constants, num_warps=warps
+            packed, bases, lost, tables.factors, float(epsilon), DEPENDENT, **constants, **LAUNCH, num_warps=warps
         )
     return bases, lost.view(torch.bool)
 
@@ -503,7 +514,7 @@ def magnitudes(packed: Tensor, side: Side, vectors: Tensor) -> tuple[Tensor, Ten
     slots = torch.zeros(factors + 1, dtype=torch.int32, device=packed.device)
     if programs := factor_chunks + triton.cdiv(vectors.numel(), CHUNK):
         _magnitudes[(programs,)](
-            packed, vectors, slots, tables.chunks, factor_chunks, factors, vectors.numel(), CHUNK, num_warps=4
+            packed, vectors, slots, tables.chunks, factor_chunks, factors, vectors.numel(), CHUNK, **LAUNCH, num_warps=4
         )
     found = slots.view(torch.float32)
     return found[:factors], found[factors]
@@ -520,7 +531,7 @@ def largest(x: Tensor) -> Tensor:
     check("x", x, FLOATS, 0)
     slot = torch.zeros((), dtype=torch.int32, device=x.device)
     if x.numel():
-        _largest[(triton.cdiv(x.numel(), LARGEST_BLOCK),)](x, slot, x.numel(), LARGEST_BLOCK, num_warps=8)
+        _largest[(triton.cdiv(x.numel(), LARGEST_BLOCK),)](x, slot, x.numel(), LARGEST_BLOCK, **LAUNCH, num_warps=8)
     return slot.view(torch.float32)
 
 
@@ -554,7 +565,7 @@ def keep_factor_(
         tiny = torch.finfo(torch.float32).tiny
         _keep_factor[(len(tables.chunks),)](
             kept, new, scales, lost.view(torch.int8), fresh, worst, tables.chunks, tables.factors, tiny, CHUNK,
-            num_warps=4,
+            **LAUNCH, num_warps=4,
         )  # fmt: skip
 
 
@@ -592,5 +603,5 @@ def reconstruct_(
     if len(tables.reconstruct):
         _reconstruct[(len(tables.reconstruct),)](
             m, *mean, *sent, out, residual, worst, tables.reconstruct, residual is not None, tables.align,
-            TILE_OUT_ROWS, TILE_OUT_COLS, num_warps=8,
+            TILE_OUT_ROWS, TILE_OUT_COLS, **LAUNCH, num_warps=8,
         )  # fmt: skip

@@ -7,6 +7,10 @@ from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that kernels take; float64 is the reference's
 
+# Options of every launch. All kernels may round a * b + c once; Triton 3.10 will not do so by default, and 3.9 warns of
+# that.
+LAUNCH = {"enable_fp_fusion": True}
+
 
 @triton.jit
 def widen(x):

@@ -22,7 +22,7 @@ from commhooks.triton_kernels.reference_topk import (
     packed_bytes,
     packed_views,
 )
-from commhooks.triton_kernels.rounding import round_to
+from commhooks.triton_kernels.rounding import LAUNCH, round_to, widen
 
 PASS_BLOCK = 4096  # elements a program of the passes over a whole tensor: as `_warps_of_block`, 16 a thread
 PASS_WARPS = 8
@@ -71,7 +71,7 @@ def select_blocks(
         _select_blocks[(blocks(numel, block_size),)](
             gradient, residual, m, values, indices, packed, numel, packed.numel(), k,
             HAS_RESIDUAL=residual is not None, BLOCK=block_size, SLOTS=triton.next_power_of_2(k),
-            num_warps=_warps_of_block(block_size),
+            **LAUNCH, num_warps=_warps_of_block(block_size),
         )  # fmt: skip
     return m, packed
 
@@ -113,7 +113,8 @@ def sum_blocks_(
     _sum_blocks[(blocks(numel, block_size),)](
         values, indices, _scratch(out), out, numel, k, len(gathered),
         gathered.shape[1] // values.element_size(), gathered.shape[1] // indices.element_size(), float(divisor),
-        BLOCK=block_size, CHUNK=_entries_at_once(k, warps), FINISH=_needs_finish(out, divisor), num_warps=warps,
+        BLOCK=block_size, CHUNK=_entries_at_once(k, warps), FINISH=_needs_finish(out, divisor),
+        **LAUNCH, num_warps=warps,
     )  # fmt: skip
 
 
@@ -152,16 +153,16 @@ def select_exact(
     digits = torch.zeros(4, 256, dtype=torch.int64, device=m.device)
     _count_first_digit[grid](
         gradient, residual, m, digits, numel,
-        HAS_RESIDUAL=residual is not None, BLOCK=PASS_BLOCK, num_warps=PASS_WARPS,
+        HAS_RESIDUAL=residual is not None, BLOCK=PASS_BLOCK, **LAUNCH, num_warps=PASS_WARPS,
     )  # fmt: skip
     for digit in range(1, 4):
-        _count_digit[grid](m, digits, numel, k, DIGIT=digit, BLOCK=PASS_BLOCK, num_warps=PASS_WARPS)
+        _count_digit[grid](m, digits, numel, k, DIGIT=digit, BLOCK=PASS_BLOCK, **LAUNCH, num_warps=PASS_WARPS)
     counts = torch.empty(2, grid[0], dtype=torch.int32, device=m.device)
-    _count_sent[grid](m, digits, counts, numel, k, BLOCK=PASS_BLOCK, num_warps=PASS_WARPS)
+    _count_sent[grid](m, digits, counts, numel, k, BLOCK=PASS_BLOCK, **LAUNCH, num_warps=PASS_WARPS)
     running = counts.cumsum(1)
     values = torch.empty(k, dtype=wire_dtype, device=m.device)
     indices = torch.empty(k, dtype=exact_index_dtype(numel), device=m.device)
-    _send[grid](m, digits, counts, running, values, indices, numel, k, BLOCK=PASS_BLOCK, num_warps=PASS_WARPS)
+    _send[grid](m, digits, counts, running, values, indices, numel, k, BLOCK=PASS_BLOCK, **LAUNCH, num_warps=PASS_WARPS)
     return m, values, indices
 
 
@@ -194,7 +195,8 @@ def sum_sparse_(values: Tensor, indices: Tensor, divisor: float, out: Tensor) ->
     _sum_sparse[(triton.cdiv(out.numel(), PASS_BLOCK),)](
         values, indices, _scratch(out), out, out.numel(), k, ranks, float(divisor),
         RANKS=triton.next_power_of_2(ranks), STEPS=k.bit_length(), BLOCK=PASS_BLOCK,
-        CHUNK=_entries_at_once(PASS_BLOCK // 64, PASS_WARPS), FINISH=_needs_finish(out, divisor), num_warps=PASS_WARPS,
+        CHUNK=_entries_at_once(PASS_BLOCK // 64, PASS_WARPS), FINISH=_needs_finish(out, divisor),
+        **LAUNCH, num_warps=PASS_WARPS,
     )  # fmt: skip
 
 
@@ -240,7 +242,7 @@ def _load(pointer, length, BLOCK: tl.constexpr):
         x = tl.load(pointer + tl.arange(0, BLOCK))
     else:
         x = tl.load(pointer + tl.arange(0, BLOCK), mask=tl.arange(0, BLOCK) < length, other=0.0)
-    return x.to(tl.float32)
+    return widen(x)
 
 
 @triton.jit
@@ -330,7 +332,7 @@ def _select_blocks(
         tl.store(values_ptr + slots, tl.zeros([SLOTS], value_type), mask=unused)
         tl.store(indices_ptr + slots, tl.zeros([SLOTS], index_type), mask=unused)
     values = round_to(m, value_type)
-    _store(m_ptr + first, tl.where(sent, _unsent(m, values.to(tl.float32)), m), length, BLOCK)
+    _store(m_ptr + first, tl.where(sent, _unsent(m, widen(values)), m), length, BLOCK)
     tl.store(values_ptr + slot, values, mask=sent)
     tl.store(indices_ptr + slot, tl.arange(0, BLOCK).to(index_type), mask=sent)
     if block == tl.num_programs(0) - 1:
@@ -346,7 +348,7 @@ def _add_entries(sums_ptr, values_ptr, indices_ptr, count, CHUNK: tl.constexpr):
         entry = start + tl.arange(0, CHUNK)
         mask = entry < count
         at = tl.load(indices_ptr + entry, mask=mask, other=0).to(tl.int64)
-        x = tl.load(values_ptr + entry, mask=mask, other=0.0).to(tl.float32)
+        x = widen(tl.load(values_ptr + entry, mask=mask, other=0.0))
         sums = tl.load(sums_ptr + at, mask=mask, other=0.0)
         tl.store(sums_ptr + at, sums + x, mask=mask)
     tl.debug_barrier()
@@ -496,4 +498,4 @@ def _send(m_ptr, digits_ptr, counts_ptr, running_ptr, values_ptr, indices_ptr, n
     values = round_to(m, values_ptr.dtype.element_ty)
     tl.store(values_ptr + slot, values, mask=sent)
     tl.store(indices_ptr + slot, (first + lane).to(indices_ptr.dtype.element_ty), mask=sent)
-    tl.store(m_ptr + lane, _unsent(m, values.to(tl.float32)), mask=sent)
+    tl.store(m_ptr + lane, _unsent(m, widen(values)), mask=sent)

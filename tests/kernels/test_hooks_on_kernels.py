@@ -50,3 +50,26 @@ def test_kernels_and_reference_agree(monkeypatch, device, case, dtype):
             torch.testing.assert_close(
                 found[name], x, rtol=0, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+@pytest.mark.parametrize("matrices", [1, 12])
+def test_a_full_step_is_eight_launches_whatever_the_number_of_matrices(monkeypatch, device, matrices):
+    if device == "cuda":
+        pytest.skip("counted in the interpreter; on a GPU by python -m benchmarks.kernels --gpu")
+    from triton.runtime import interpreter  # noqa: PLC0415 - of no use on a GPU
+
+    launched = []
+    run = interpreter.GridExecutor.__call__
+
+    def counted(self, *args, **kwargs):
+        launched.append(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", counted)
+    monkeypatch.setattr(ops, "BACKEND", "triton")
+    ranks = Simulation(powersgd, lambda: PowerSGDState(None, 2, 0), 1)
+    ranks.step([{f"w{i}": torch.randn(9, 20) for i in range(matrices)} | {"bias": torch.randn(3)}])
+    assert launched == [
+        "_project", "_sum_partials", "_orthogonalize", "_project", "_sum_partials", "_magnitudes", "_keep_factor",
+        "_reconstruct",
+    ]  # fmt: skip
