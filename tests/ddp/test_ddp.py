@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commhooks
 
-all_hooks = pytest.mark.parametrize("hook", HOOKS)
+# randomk awaits what "topk leader" does; one test of it is enough.
+all_hooks = pytest.mark.parametrize("hook", [name for name in HOOKS if name != "randomk"])
 
 
 def many_buckets(hook, executor):
@@ -39,7 +40,7 @@ def executors_agree(hook):
     assert torch.equal(*results)
 
 
-@all_hooks
+@pytest.mark.parametrize("hook", HOOKS)
 def test_executors_give_the_same_parameters(ranks, hook):
     """Catches: a pipelined bucket that meets another bucket's data."""
     ranks(2, executors_agree, hook)

@@ -16,7 +16,7 @@ import commhooks
 from commhooks.algorithms.allreduce import allreduce
 from commhooks.hooks import _run
 
-all_hooks = pytest.mark.parametrize("hook", HOOKS)
+all_hooks = pytest.mark.parametrize("hook", [name for name in HOOKS if name != "randomk"])
 ROOT = Path(__file__).parents[2]
 
 
