@@ -54,7 +54,7 @@ def run(out: Path, quick: bool) -> None:
 
 def run_tests() -> None:
     """No number from a kernel that is wrong."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/kernels"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "gpu", "tests/kernels"]
     try:
         code = subprocess.run(command, cwd=ROOT, timeout=TESTS_TIMEOUT, check=False).returncode
     except subprocess.TimeoutExpired:

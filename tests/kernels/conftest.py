@@ -9,6 +9,12 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+
+
 @pytest.fixture(scope="session")
 def device():
     return "cuda" if torch.cuda.is_available() else "cpu"
