@@ -146,19 +146,25 @@ def test_epsilon_is_added_to_the_norms(device):
     assert lost.tolist() == [False, False, True]
 
 
-numbers = st.lists(st.floats(width=16), max_size=40)
-
-
 @settings(max_examples=30)
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), max_size=3), st.data(), st.sampled_from(DTYPES))
-def test_magnitudes_and_largest_are_the_reference_bit_for_bit(device, shapes, data, dtype):
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 5)), max_size=3),
+    special=st.sampled_from([0.0, float("nan"), float("inf"), -float("inf"), 6e-8]),
+    vectors=st.integers(0, 40), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_magnitudes_and_largest_are_the_reference_bit_for_bit(device, shapes, special, vectors, dtype, seed):
     side, offset = [], 0
     for shape in shapes:
         side.append(Factor(offset, *shape))
         offset += shape[0] * shape[1]
     side = Side(tuple(side))
-    few = st.lists(st.floats(width=16), min_size=offset, max_size=offset)
-    packed, vectors = torch.tensor(data.draw(few)).to(dtype), torch.tensor(data.draw(numbers)).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(numel):
+        x = torch.randn(numel, generator=generator)
+        return torch.where(torch.rand(numel, generator=generator) < 0.1, special, x).to(dtype)
+
+    packed, vectors = draw(offset), draw(vectors)
     expected, expected_worst = reference.magnitudes(packed, side, vectors)
     found, worst = powersgd.magnitudes(packed.to(device), side, vectors.to(device))
     torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=0, equal_nan=True)
