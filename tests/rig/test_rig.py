@@ -121,8 +121,9 @@ def test_nothing_is_left_behind(how):
     before = network()
     mark = f"sleep 98765.{how}"
     process = subprocess.Popen([*RIG, "--", *mark.split()], cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while len(processes(mark)) < 3:  # the rig itself, and a rank on each of two nodes
+        assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
     if how == signal.SIGINT:
