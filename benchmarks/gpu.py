@@ -47,7 +47,7 @@ def run(out: Path, quick: bool) -> None:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     out.mkdir(parents=True, exist_ok=True)
-    failures = Measurement(GpuTimer(device), console, out, start + BUDGET).run(quick, "nccl")
+    failures = Measurement(GpuTimer(device), console, out, start + BUDGET).run(quick)
     if failures:
         sys.exit("kernels: " + "\n".join(failures))
 
@@ -76,19 +76,19 @@ class Measurement:
         self.skipped: list[str] = []
         self.failures: list[str] = []
 
-    def run(self, quick: bool, backend: str) -> list[str]:
+    def run(self, quick: bool) -> list[str]:
         """Returns what failed."""
         self.copy_bandwidth, self.launch_interval = copy_bandwidth(self.timer), launch_interval(self.timer)
         self.machine = describe(self.timer.device)
         self.machine |= {"copy_gb_per_s": self.copy_bandwidth * 1e-9, "launch_us": self.launch_interval * 1e6}
         repeats = QUICK_REPEATS if quick else REPEATS
         buckets = all_buckets(quick)
-        with one_rank(backend):
+        with one_rank():
             with self._part("host waits"):
                 self.waits = host_waits(buckets[0], self.timer)
                 self.console.print(report.waits_table(self.waits))
             with self._part("steps of one rank"):
-                self.steps[f"1, {backend}"] = step_times(OURS | TORCHS, self.timer.device)
+                self.steps["1, nccl"] = step_times(OURS | TORCHS, self.timer.device)
             with self._part("steps of two ranks"):
                 self.steps["2, gloo"] = two_ranks()
             self.console.print(report.steps_table(self.steps))
@@ -150,7 +150,7 @@ class Measurement:
 
 def describe(device: torch.device) -> dict[str, Any]:
     return {
-        "card": torch.cuda.get_device_name(device) if device.type == "cuda" else "no GPU",
+        "card": torch.cuda.get_device_name(device),
         "driver": _driver(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,

@@ -264,7 +264,7 @@ def grad_bucket(shapes: BucketShapes, device: torch.device) -> Any:
 
     def keep(_: None, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         buckets.append(bucket)
-        future: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
+        future: Future[Tensor] = Future(devices=[device])
         future.set_result(bucket.buffer())
         return future
 

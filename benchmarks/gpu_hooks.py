@@ -53,12 +53,12 @@ TORCHS: dict[str, Register] = {
 
 
 @contextmanager
-def one_rank(backend: str) -> Iterator[None]:
+def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")  # nothing leaves the machine, which may have no other interface
     with tempfile.TemporaryDirectory() as folder:
-        init(backend, Path(folder, "store"), 0, 1)
+        init("nccl", Path(folder, "store"), 0, 1)
         try:
             yield
         finally:
@@ -70,17 +70,17 @@ def init(backend: str, store: Path, rank: int, world_size: int) -> None:
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 
-def step_times(hooks: dict[str, Register], device: torch.device, width: int = WIDTH, steps: int = STEPS) -> list[Row]:
+def step_times(hooks: dict[str, Register], device: torch.device) -> list[Row]:
     """Milliseconds of a forward and backward pass with each hook, and in turn with them under `no_sync`."""
     rows: list[Row] = []
     for name, register in hooks.items():
         torch.manual_seed(0)
-        layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.ReLU())]
+        layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
         ddp = DDP(nn.Sequential(*layers).to(device), bucket_cap_mb=BUCKET_CAP_MB)
         register(ddp)
-        x = torch.randn(BATCH, width, device=device)
+        x = torch.randn(BATCH, WIDTH, device=device)
         times: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(WARM_UP + steps):
+        for _ in range(WARM_UP + STEPS):
             for communicate, past in times.items():
                 past.append(_step_seconds(ddp, x, communicate=communicate) * 1e3)
         step, alone = (median(past[WARM_UP:]) for past in times.values())
@@ -90,17 +90,12 @@ def step_times(hooks: dict[str, Register], device: torch.device, width: int = WI
 
 def _step_seconds(ddp: DDP, x: torch.Tensor, *, communicate: bool) -> float:
     ddp.zero_grad()
-    _synchronize(x.device)
+    torch.cuda.synchronize(x.device)
     start = time.perf_counter()
     with nullcontext() if communicate else ddp.no_sync():
         ddp(x).square().mean().backward()
-    _synchronize(x.device)
+    torch.cuda.synchronize(x.device)
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def host_waits(shapes: BucketShapes, timer: GpuTimer) -> list[Row]:
@@ -147,7 +142,7 @@ def _why_it_waits(call: Callable[[], object], timer: GpuTimer) -> str | None:
     return None if returned_early else "the call returned only after the GPU had done all that was queued before it"
 
 
-def two_ranks(device: str = "cuda:0", arguments: tuple[str, ...] = ()) -> list[Row]:
+def two_ranks() -> list[Row]:
     """`step_times` of two processes that share the GPU: each also waits for the other's work on it.
 
     Raises:
@@ -155,16 +150,14 @@ def two_ranks(device: str = "cuda:0", arguments: tuple[str, ...] = ()) -> list[R
     """
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.gpu_hooks", f"--device={device}", f"--store={folder}/store"]
+        command = [sys.executable, "-m", "benchmarks.gpu_hooks", f"--store={folder}/store"]
         logs = [Path(folder, f"rank{rank}.log") for rank in range(2)]
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, log in enumerate(logs):
                 with log.open("wb") as file:
                     processes.append(
-                        subprocess.Popen(
-                            [*command, f"--rank={rank}", *arguments], stdout=file, stderr=file, env=environment
-                        )
+                        subprocess.Popen([*command, f"--rank={rank}"], stdout=file, stderr=file, env=environment)
                     )
             deadline = time.monotonic() + TWO_RANKS_TIMEOUT
             codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
@@ -184,12 +177,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--store", type=Path, required=True, help="a file that both ranks meet at")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--width", type=int, default=WIDTH)
     args = parser.parse_args()
     init("gloo", args.store, args.rank, 2)
     try:
-        rows = step_times(OURS, torch.device(args.device), args.width)
+        rows = step_times(OURS, torch.device("cuda", 0))
         dist.barrier()
     finally:
         dist.destroy_process_group()

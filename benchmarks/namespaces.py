@@ -42,6 +42,7 @@ def isolate() -> str | None:
         Thread(target=_end_with, args=(lifeline,), daemon=True).start()
         return None
     os.close(write)
+    os.close(lifeline)
     with os.fdopen(read) as answers:
         reason = answers.read()  # to the end of file: until the child is inside, or has given up
     if reason:

@@ -78,6 +78,7 @@ VARIANTS = {
         "powersgd_hook, alternating, bf16 wire", _powersgd(wire_dtype=torch.bfloat16, alternating=True), bucket_cap_mb=5
     ),
     "topk": Variant("topk_hook, 1 %", _topk(), bucket_cap_mb=5),
+    "topk-warmup": Variant("topk_hook, to 1 % in 150 steps", _topk(warmup_steps=150), bucket_cap_mb=5),
     "topk-leader": Variant("topk_hook, 1 %, leader", _topk(aggregation="leader"), bucket_cap_mb=5),
     "topk-balanced": Variant("topk_hook, 1 %, balanced", _topk(aggregation="balanced"), bucket_cap_mb=5),
     "torch-fp16": Variant("torch fp16_compress_hook", _torch_fp16),

@@ -81,21 +81,22 @@ def randomk_hook(state: RandomKState, bucket: dist.GradBucket) -> Future[Tensor]
     return _run(randomk, RandomKState, state, bucket)
 
 
-# What commhooks.register knows of each hook: the state it takes, and whether it makes one where it is given none.
-HOOKS: dict[Callable[..., Any], tuple[type[HookState], bool]] = {
-    allreduce_hook: (HookState, True),
-    bf16_hook: (CastState, True),
-    fp16_hook: (CastState, True),
-    powersgd_hook: (PowerSGDState, False),
-    topk_hook: (TopKState, False),
-    randomk_hook: (RandomKState, False),
+# The state that each hook takes.
+HOOKS: dict[Callable[..., Any], type[HookState]] = {
+    allreduce_hook: HookState,
+    bf16_hook: CastState,
+    fp16_hook: CastState,
+    powersgd_hook: PowerSGDState,
+    topk_hook: TopKState,
+    randomk_hook: RandomKState,
 }
+MADE_FOR_NONE = (HookState, CastState)  # states that are made where a hook is given None or a process group
 
 
 def _run(
     algorithm: Algorithm, state_type: type[HookState], state: object, grad_bucket: dist.GradBucket
 ) -> Future[Tensor]:
-    if state_type in (HookState, CastState) and (state is None or isinstance(state, dist.ProcessGroup)):
+    if state_type in MADE_FOR_NONE and (state is None or isinstance(state, dist.ProcessGroup)):
         state = implicit_state(state_type, state, grad_bucket)
     if not isinstance(state, state_type):
         raise TypeError(f"{algorithm.__name__}_hook takes a {state_type.__name__}, not {state!r}")

@@ -14,16 +14,39 @@ import torch
 from torch import Tensor
 
 from commhooks.triton_kernels import reference, reference_topk
-from commhooks.triton_kernels.reference import Factor, Factors, Matrix, Plan, Side, compute_dtype, keep_
-from commhooks.triton_kernels.reference_topk import packed_bytes, unpack_blocks
+from commhooks.triton_kernels.reference import (
+    FLOATS as WIRE_DTYPES,
+    Factor,
+    Factors,
+    Matrix,
+    Plan,
+    Side,
+    compute_dtype,
+    keep_,
+)
+from commhooks.triton_kernels.reference_topk import (
+    ALIGNMENT,
+    BLOCK_SIZES,
+    block_index_dtype,
+    blocks,
+    exact_index_dtype,
+    packed_bytes,
+    places,
+)
 
 __all__ = [
+    "ALIGNMENT",
+    "BLOCK_SIZES",
+    "WIRE_DTYPES",
     "Factor",
     "Factors",
     "Matrix",
     "Plan",
     "Side",
+    "block_index_dtype",
+    "blocks",
     "compute_dtype",
+    "exact_index_dtype",
     "from_wire_",
     "keep_",
     "keep_factor_",
@@ -31,6 +54,7 @@ __all__ = [
     "magnitudes",
     "orthogonalize",
     "packed_bytes",
+    "places",
     "project",
     "project_t",
     "reconstruct_",
@@ -39,7 +63,6 @@ __all__ = [
     "sum_blocks_",
     "sum_sparse_",
     "to_wire",
-    "unpack_blocks",
 ]
 
 Args = ParamSpec("Args")

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from commhooks.algorithms.powersgd import PowerSGDState
 from commhooks.binding import bind
-from commhooks.hooks import HOOKS
+from commhooks.hooks import HOOKS, MADE_FOR_NONE
 from commhooks.state import HookState
 
 
@@ -50,8 +50,8 @@ def _prepare(ddp: DDP, hook: Callable[..., Any], state: HookState | None) -> Hoo
     if hook not in HOOKS:
         names = ", ".join(known.__name__ for known in HOOKS)
         raise TypeError(f"hook is {getattr(hook, '__name__', hook)!r}; it must be one of {names}")
-    state_type, has_default = HOOKS[hook]
-    if state is None and has_default:
+    state_type = HOOKS[hook]
+    if state is None and state_type in MADE_FOR_NONE:
         state = state_type()
     if not isinstance(state, state_type):
         raise TypeError(f"state is {state!r}; {hook.__name__} takes a {state_type.__name__}")

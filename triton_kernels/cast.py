@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from commhooks.triton_kernels.reference import compute_dtype
-from commhooks.triton_kernels.rounding import FLOATS, LAUNCH, check, round_to, widen
+from commhooks.triton_kernels.reference import FLOATS, check, compute_dtype
+from commhooks.triton_kernels.rounding import LAUNCH, round_to, widen
 
 # 16 elements a thread of 4 warps, 8 on AMD with its warps of 64: loads of 16 bytes even of bfloat16. And still 128
 # programs of a 1 MB bucket, to occupy the multiprocessors.

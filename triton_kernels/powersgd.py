@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from commhooks.triton_kernels.reference import DEPENDENT, Factors, Plan, Projection, Side
-from commhooks.triton_kernels.rounding import FLOATS, LAUNCH, check, round_to, widen
+from commhooks.triton_kernels.reference import DEPENDENT, FLOATS, Factors, Plan, Projection, Side, check
+from commhooks.triton_kernels.rounding import LAUNCH, round_to, widen
 from commhooks.triton_kernels.tiles import (
     CHUNK,
     TILE_COLS,
@@ -403,10 +403,9 @@ def _launch_project(
     partials = torch.empty(tiles.partial_numel, dtype=torch.float32, device=m.device)
     if len(tiles.tiles):
         constants = projection_constants(tables.max_rank, transposed=transposed)
-        warps = constants.pop("num_warps")
         _project[(len(tiles.tiles),)](
             gradient, residual, m, factor, partials, tiles.tiles, *flags, transposed, tables.align, **constants,
-            **LAUNCH, num_warps=warps,
+            **LAUNCH,
         )  # fmt: skip
     numel = tiles.packed_numel
     wire = torch.empty(numel, dtype=dtype, device=m.device)
@@ -475,9 +474,8 @@ def orthogonalize(packed: Tensor, side: Side, epsilon: float, dtype: torch.dtype
     lost = torch.empty(sum(side.ranks), dtype=torch.int8, device=packed.device)
     if side.factors:
         constants = orthogonalize_constants(tables.max_rank)
-        warps = constants.pop("num_warps")
         _orthogonalize[(len(side.factors),)](
-            packed, bases, lost, tables.factors, float(epsilon), DEPENDENT, **constants, **LAUNCH, num_warps=warps
+            packed, bases, lost, tables.factors, float(epsilon), DEPENDENT, **constants, **LAUNCH
         )
     return bases, lost.view(torch.bool)
 

@@ -17,6 +17,9 @@ from torch import Tensor
 DEPENDENT = 1e-6
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of what goes over the wire, and that kernels take
+
+
 @dataclass(frozen=True)
 class Factor:
     """Where one factor lies in its packed tensor: transposed, (rank, length), so that a column of P is contiguous."""
@@ -123,6 +126,22 @@ class Projection(NamedTuple):
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of `dtype` are computed with: float32, or float64 for float64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check(name: str, x: Tensor | None, dtypes: tuple[torch.dtype, ...], numel: int) -> None:
+    """What every launcher asks of a tensor: its dtype, contiguous memory, at least `numel` elements.
+
+    Raises:
+        ValueError: it is not so; the message names the tensor.
+    """
+    if x is None:
+        return
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} is of {x.dtype}; it must be of {', '.join(map(str, dtypes))}")
+    if not x.is_contiguous():
+        raise ValueError(f"{name} has strides {x.stride()}; it must be contiguous")
+    if x.numel() < numel:
+        raise ValueError(f"{name} has {x.numel()} elements; it must have {numel}")
 
 
 def largest(x: Tensor) -> Tensor:

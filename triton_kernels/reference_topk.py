@@ -9,15 +9,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from commhooks.triton_kernels.reference import compute_dtype
+from commhooks.triton_kernels.reference import FLOATS as WIRE_DTYPES, check, compute_dtype
 
 BLOCK_SIZES = tuple(2**i for i in range(8, 14))
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GRADIENT_DTYPES = (*WIRE_DTYPES, torch.float64)
 ALIGNMENT = 16  # bytes: what is gathered from several ranks stays aligned for the widest load
-CHUNK = (
-    2**18
-)  # elements, whole blocks of any size: a chunk and its few temporaries fit in a CPU core's second-level cache
+# Elements, whole blocks of any size: a chunk and its few temporaries fit in a CPU core's second-level cache.
+CHUNK = 2**18
 
 
 def select_blocks(
@@ -72,9 +70,13 @@ def unpack_blocks(
     check_blocks(k, block_size, wire_dtype)
     check_packed(packed, numel, k, block_size, wire_dtype)
     values, indices = packed_views(packed, numel, k, block_size, wire_dtype)
-    starts = torch.arange(0, numel, block_size, device=packed.device)
-    used = entries(numel, k, block_size)
-    return values[:used], (indices.view(-1, k) + starts[:, None]).view(-1)[:used]
+    return values[: entries(numel, k, block_size)], places(indices, numel, k, block_size)
+
+
+def places(indices: Tensor, numel: int, k: int, block_size: int) -> Tensor:
+    """Of block-local indices, unused slots included, where in the whole the used ones are: int64."""
+    starts = torch.arange(0, numel, block_size, device=indices.device)
+    return (indices.view(-1, k) + starts[:, None]).view(-1)[: entries(numel, k, block_size)]
 
 
 def sum_blocks_(
@@ -307,10 +309,9 @@ def check_out(out: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
 
 
 def _check_flat(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} has dtype {x.dtype}; it must be one of {dtypes}")
-    if x.dim() != 1 or not x.is_contiguous():
-        raise ValueError(f"{name} has shape {tuple(x.shape)} and strides {x.stride()}; it must be flat and contiguous")
+    check(name, x, dtypes, 0)
+    if x.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be flat")
 
 
 def check_blocks(k: int, block_size: int, wire_dtype: torch.dtype) -> None:

@@ -1,11 +1,7 @@
-"""What all kernels share: rounding that is exact on a GPU and in Triton's interpreter alike, and argument checks."""
+"""What kernels share: rounding that is exact on a GPU and in Triton's interpreter alike, and options of launches."""
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # that kernels take; float64 is the reference's
 
 # Options of every launch. All kernels may round a * b + c once; Triton 3.10 will not do so by default, and 3.9 warns of
 # that.
@@ -34,19 +30,3 @@ def round_to(x, dtype: tl.constexpr):
         quiet_nan = (bits >> 16) | 0x40  # else a NaN whose payload lies in the low bits would become infinite
         return tl.where(x != x, quiet_nan, nearest).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
-
-
-def check(name: str, x: Tensor | None, dtypes: tuple[torch.dtype, ...], numel: int) -> None:
-    """What every launcher asks of a tensor: its dtype, contiguous memory, at least `numel` elements.
-
-    Raises:
-        ValueError: it is not so; the message names the tensor.
-    """
-    if x is None:
-        return
-    if x.dtype not in dtypes:
-        raise ValueError(f"{name} is of {x.dtype}; it must be of {', '.join(map(str, dtypes))}")
-    if not x.is_contiguous():
-        raise ValueError(f"{name} has strides {x.stride()}; it must be contiguous")
-    if x.numel() < numel:
-        raise ValueError(f"{name} has {x.numel()} elements; it must have {numel}")

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from commhooks.triton_kernels.reference import FLOATS as WIRE_DTYPES
 from commhooks.triton_kernels.reference_topk import (
-    WIRE_DTYPES,
     blocks,
     check_blocks,
     check_exact,

@@ -30,7 +30,6 @@ from commhooks.state import ExecutorName, HookState, checked_choice, checked_int
 
 SideName = Literal["p", "q"]
 FULL_STEPS = 2  # that the alternating variant begins with
-WIRE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 
 
 class PowerSGDState(HookState):
@@ -101,7 +100,7 @@ class PowerSGDState(HookState):
         self.orthogonalization_epsilon = orthogonalization_epsilon
         self.random_seed = checked_int("random_seed", random_seed, least=0)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
-        self.wire_dtype = checked_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
+        self.wire_dtype = checked_choice("wire_dtype", wire_dtype, (None, *ops.WIRE_DTYPES))
         self.alternating = alternating
         self.feedback = ErrorFeedback()
         self._factors = {side: ParameterMemory() for side in ("p", "q")}

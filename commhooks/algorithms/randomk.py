@@ -6,7 +6,6 @@ gradient = the mean over ranks of M there; residual = M elsewhere
 """
 
 import zlib
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed as dist
@@ -14,13 +13,11 @@ from torch import Tensor, distributed as dist
 from commhooks import ops
 from commhooks.algorithms.allreduce import allreduce
 from commhooks.algorithms.chosen import reduce_chosen
-from commhooks.algorithms.riders import Riders
-from commhooks.bucket import Bucket, Layout
+from commhooks.algorithms.riders import RidersByLayout
+from commhooks.bucket import Bucket
 from commhooks.comm import Comm
 from commhooks.feedback import ErrorFeedback
 from commhooks.state import ExecutorName, HookState, checked_choice, checked_int
-
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class RandomKState(HookState):
@@ -70,22 +67,15 @@ class RandomKState(HookState):
         self.density = density
         self.unbiased = unbiased
         self.use_error_feedback = use_error_feedback
-        self.wire_dtype = checked_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
+        self.wire_dtype = checked_choice("wire_dtype", wire_dtype, ops.WIRE_DTYPES)
         self.random_seed = checked_int("random_seed", random_seed, least=0)
         self.min_numel = checked_int("min_numel", min_numel, least=0)
         self.feedback = ErrorFeedback()
-        self._riders: WeakKeyDictionary[Layout, Riders] = WeakKeyDictionary()
+        self.riders = RidersByLayout(self.min_numel)
 
     def config(self) -> dict[str, object]:
         names = ("density", "unbiased", "use_error_feedback", "wire_dtype", "random_seed", "min_numel")
         return super().config() | {name: getattr(self, name) for name in names}
-
-    def riders(self, layout: Layout) -> Riders:
-        """The bucket's parameters that are not compressed."""
-        riders = self._riders.get(layout)
-        if riders is None:
-            riders = self._riders[layout] = Riders(layout, self.min_numel)
-        return riders
 
     def draw(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """One index of each stratum of the bucket, int64, and the strata's lengths: the same on every rank."""
@@ -101,7 +91,7 @@ class RandomKState(HookState):
 
 async def randomk(state: RandomKState, bucket: Bucket, comm: Comm) -> Tensor:
     """The mean over all ranks of randomly drawn entries, in place in `bucket.buffer`."""
-    riders = state.riders(bucket.layout)
+    riders = state.riders[bucket.layout]
     if state.reduces_exactly(bucket) or riders.alone:
         return await allreduce(state, bucket, comm)
     residual = state.feedback.residual(bucket) if state.use_error_feedback else None

@@ -1,5 +1,7 @@
 """Parameters that are not worth compressing: they ride along, packed, with what is sent of the others."""
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor
 
@@ -31,3 +33,17 @@ class Riders:
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         return [x.of(flat) for x in self.slices]
+
+
+class RidersByLayout:
+    """Each bucket's riders, looked for once a layout."""
+
+    def __init__(self, min_numel: int) -> None:
+        self._min_numel = min_numel
+        self._known: WeakKeyDictionary[Layout, Riders] = WeakKeyDictionary()
+
+    def __getitem__(self, layout: Layout) -> Riders:
+        riders = self._known.get(layout)
+        if riders is None:
+            riders = self._known[layout] = Riders(layout, self._min_numel)
+        return riders

@@ -18,8 +18,8 @@ class BlockSelection:
     block_size: int
 
     @property
-    def blocks(self) -> int:
-        return -(-self.numel // self.block_size)
+    def slots(self) -> int:
+        return ops.blocks(self.numel, self.block_size) * self.k
 
     @property
     def nbytes(self) -> int:
@@ -27,11 +27,11 @@ class BlockSelection:
 
     @property
     def values_nbytes(self) -> int:
-        return self.blocks * self.k * self.wire_dtype.itemsize
+        return self.slots * self.wire_dtype.itemsize
 
     @property
     def index_nbytes(self) -> int:
-        return self.blocks * self.k * (1 if self.block_size <= 256 else 2)
+        return self.slots * ops.block_index_dtype(self.block_size).itemsize
 
     def select(self, gradient: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """M less what is selected, and the packed buffer."""
@@ -46,21 +46,18 @@ class BlockSelection:
         return packed[..., : self.values_nbytes].flatten().view(self.wire_dtype)
 
     def index_bytes(self, packed: Tensor) -> Tensor:
-        return packed[self.values_nbytes :][: self.index_nbytes].clone()
-
-    def indices(self, packed: Tensor) -> Tensor:
-        """Where the selected entries lie, int64."""
-        return self.places(self.index_bytes(packed))
+        """The indices in one packed buffer, as they go over the wire."""
+        return packed[self.values_nbytes :][: self.index_nbytes]
 
     def places(self, index_bytes: Tensor) -> Tensor:
-        packed = torch.zeros(self.nbytes, dtype=torch.uint8, device=index_bytes.device)
-        packed[self.values_nbytes :][: self.index_nbytes] = index_bytes
-        return ops.unpack_blocks(packed, self.numel, self.k, self.block_size, self.wire_dtype)[1]
+        """Where the selected entries lie, int64."""
+        indices = index_bytes.view(ops.block_index_dtype(self.block_size))
+        return ops.places(indices, self.numel, self.k, self.block_size)
 
     # Ranges of whole blocks, one a rank; the last ones may be shorter, or empty.
 
     def range_numel(self, ranges: int) -> int:
-        return -(-self.blocks // ranges) * self.block_size
+        return -(-ops.blocks(self.numel, self.block_size) // ranges) * self.block_size
 
     def range_of(self, i: int, ranges: int) -> tuple[int, int]:
         """The entries of the i-th range."""
@@ -76,7 +73,7 @@ class BlockSelection:
         rows = torch.zeros(ranges, part.nbytes, dtype=torch.uint8, device=packed.device)
         index = self.values_nbytes
         _spread(packed[:index], rows[:, : part.values_nbytes])
-        _spread(packed[index:][: self.index_nbytes], rows[:, part.values_nbytes :][:, : part.index_nbytes])
+        _spread(self.index_bytes(packed), rows[:, part.values_nbytes :][:, : part.index_nbytes])
         return rows
 
     def join(self, rows: Tensor, part: "BlockSelection") -> Tensor:
@@ -99,7 +96,7 @@ def _spread(flat: Tensor, rows: Tensor) -> None:
 
 @dataclass(frozen=True)
 class ExactSelection:
-    """The k largest of `numel` entries. Packed: the indices, int32, then the values, up to a multiple of 16 bytes."""
+    """The k largest of `numel` entries. Packed: the indices, int32, then the values, up to whole `ops.ALIGNMENT`s."""
 
     numel: int
     k: int
@@ -107,11 +104,11 @@ class ExactSelection:
 
     @property
     def index_nbytes(self) -> int:
-        return self.k * (4 if self.numel <= 2**31 else 8)
+        return self.k * ops.exact_index_dtype(self.numel).itemsize
 
     @property
     def nbytes(self) -> int:
-        return -(-(self.index_nbytes + self.k * self.wire_dtype.itemsize) // 16) * 16
+        return -(-(self.index_nbytes + self.k * self.wire_dtype.itemsize) // ops.ALIGNMENT) * ops.ALIGNMENT
 
     def select(self, gradient: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """M less what is selected, and the packed buffer."""
@@ -132,15 +129,16 @@ class ExactSelection:
         return packed[..., self.index_nbytes :][..., :nbytes].flatten().view(self.wire_dtype)
 
     def index_bytes(self, packed: Tensor) -> Tensor:
-        return packed[: self.index_nbytes].clone()
-
-    def indices(self, packed: Tensor) -> Tensor:
-        """Where the selected entries lie, int64."""
-        return self._indices(packed).long()
+        """The indices in one packed buffer, as they go over the wire."""
+        return packed[: self.index_nbytes]
 
     def places(self, index_bytes: Tensor) -> Tensor:
+        """Where the selected entries lie, int64."""
         return self._indices(index_bytes).long()
 
     def _indices(self, packed: Tensor) -> Tensor:
-        dtype = torch.int32 if self.numel <= 2**31 else torch.int64
+        dtype = ops.exact_index_dtype(self.numel)
         return packed[..., : self.index_nbytes].flatten().view(dtype).view(*packed.shape[:-1], self.k)
+
+
+AnySelection = BlockSelection | ExactSelection

@@ -19,7 +19,6 @@ Parameters that are not compressed ride along with their entries.
 from dataclasses import replace
 from math import ceil
 from typing import Literal, get_args
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed as dist
@@ -27,9 +26,9 @@ from torch import Tensor, distributed as dist
 from commhooks import ops
 from commhooks.algorithms.allreduce import allreduce
 from commhooks.algorithms.chosen import reduce_chosen
-from commhooks.algorithms.riders import Riders
-from commhooks.algorithms.selection import BlockSelection, ExactSelection
-from commhooks.bucket import Bucket, Layout
+from commhooks.algorithms.riders import Riders, RidersByLayout
+from commhooks.algorithms.selection import AnySelection, BlockSelection, ExactSelection
+from commhooks.bucket import Bucket
 from commhooks.comm import Comm
 from commhooks.feedback import ErrorFeedback
 from commhooks.memory import ParameterMemory
@@ -37,8 +36,6 @@ from commhooks.state import ExecutorName, HookState, checked_choice, checked_int
 
 Selection = Literal["block", "exact"]
 Aggregation = Literal["auto", "allgather", "balanced", "leader"]
-BLOCK_SIZES = (256, 512, 1024, 2048, 4096, 8192)
-WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TopKState(HookState):
@@ -100,18 +97,18 @@ class TopKState(HookState):
         self.k = None if k is None else checked_int("k", k, least=1)
         self.density = 0.01 if density is None and k is None else density
         self.selection = checked_choice("selection", selection, get_args(Selection))
-        self.block_size = checked_choice("block_size", block_size, BLOCK_SIZES)
+        self.block_size = checked_choice("block_size", block_size, ops.BLOCK_SIZES)
         self.aggregation = checked_choice("aggregation", aggregation, get_args(Aggregation))
         if self.selection == "exact" and self.aggregation == "balanced":
             raise ValueError('aggregation is "balanced"; with selection="exact" it must be "allgather" or "leader"')
-        self.wire_dtype = checked_choice("wire_dtype", wire_dtype, WIRE_DTYPES)
+        self.wire_dtype = checked_choice("wire_dtype", wire_dtype, ops.WIRE_DTYPES)
         self.use_error_feedback = use_error_feedback
         self.warmup_steps = checked_int("warmup_steps", warmup_steps, least=0)
         self.momentum = momentum
         self.min_numel = checked_int("min_numel", min_numel, least=0)
         self.feedback = ErrorFeedback()
         self._velocity = ParameterMemory()
-        self._riders: WeakKeyDictionary[Layout, Riders] = WeakKeyDictionary()
+        self.riders = RidersByLayout(self.min_numel)
 
     def config(self) -> dict[str, object]:
         names = (
@@ -141,18 +138,11 @@ class TopKState(HookState):
             return self.aggregation
         return "allgather" if world_size <= 2 or self.selection == "exact" else "balanced"
 
-    def select_from(self, numel: int) -> BlockSelection | ExactSelection:
+    def select_from(self, numel: int) -> AnySelection:
         """How `numel` entries are selected from in this step."""
         if self.selection == "exact":
             return ExactSelection(numel, self.count_of(numel), self.wire_dtype)
         return BlockSelection(numel, self.count_of(self.block_size), self.wire_dtype, self.block_size)
-
-    def riders(self, layout: Layout) -> Riders:
-        """The bucket's parameters that are not compressed."""
-        riders = self._riders.get(layout)
-        if riders is None:
-            riders = self._riders[layout] = Riders(layout, self.min_numel)
-        return riders
 
     def velocity(self, bucket: Bucket) -> Tensor:
         dtype = ops.compute_dtype(bucket.buffer.dtype)
@@ -161,17 +151,23 @@ class TopKState(HookState):
 
 async def topk(state: TopKState, bucket: Bucket, comm: Comm) -> Tensor:
     """The mean over all ranks of each rank's largest entries, in place in `bucket.buffer`."""
-    riders = state.riders(bucket.layout)
+    riders = state.riders[bucket.layout]
     if state.reduces_exactly(bucket) or riders.alone:
         return await allreduce(state, bucket, comm)
     residual = state.feedback.residual(bucket) if state.use_error_feedback else None
     moved = _correct_momentum(state, bucket) if state.momentum else None
-    aggregate = {"allgather": _allgather, "balanced": _balanced, "leader": _leader}[
-        state.aggregation_among(comm.world_size)
-    ]
-    sent, worst = await aggregate(state, bucket, residual, riders, comm)
+    selection = state.select_from(bucket.buffer.numel())
+    rest = bucket.buffer, residual, riders, comm
+    aggregation = state.aggregation_among(comm.world_size)
+    if aggregation == "leader":
+        indices, worst = await _leader(selection, *rest, leader=state.step % comm.world_size)
+    elif aggregation == "balanced":
+        assert isinstance(selection, BlockSelection)
+        indices, worst = await _balanced(selection, *rest)
+    else:
+        indices, worst = await _allgather(selection, *rest)
     if moved is not None:
-        moved[sent] = 0
+        moved.index_fill_(0, selection.places(indices), 0)
         ops.keep_(state.velocity(bucket), moved, worst)
     return bucket.buffer
 
@@ -185,29 +181,26 @@ def _correct_momentum(state: TopKState, bucket: Bucket) -> Tensor:
 
 
 async def _allgather(
-    state: TopKState, bucket: Bucket, residual: Tensor | None, riders: Riders, comm: Comm
+    selection: AnySelection, buffer: Tensor, residual: Tensor | None, riders: Riders, comm: Comm
 ) -> tuple[Tensor, Tensor]:
-    """Returns, as every aggregation, where this rank's sent entries lie, and the largest magnitude received."""
-    selection = state.select_from(bucket.buffer.numel())
-    riding = riders.take_(bucket.buffer).to(ops.compute_dtype(bucket.buffer.dtype))
-    m, packed = selection.select(bucket.buffer, residual)
+    """Returns, as every aggregation, the indices that this rank sent, as bytes, and the largest magnitude received."""
+    riding = riders.take_(buffer).to(ops.compute_dtype(buffer.dtype))
+    m, packed = selection.select(buffer, residual)
     gathered = await comm.all_gather(torch.cat([packed, riding.view(torch.uint8)]))  # (W, bytes)
     entries, riding = _split(gathered, selection.nbytes, riding.dtype)  # (W, bytes), (W, riders)
     worst = torch.maximum(ops.largest(selection.values(entries)), ops.largest(riding))
     if residual is not None:
         ops.keep_(residual, m, worst)
-    selection.sum_(entries, comm.world_size, bucket.buffer)
-    riders.put_(riding.sum(0).div_(comm.world_size), bucket.buffer)
-    return selection.indices(packed), worst
+    selection.sum_(entries, comm.world_size, buffer)
+    riders.put_(riding.sum(0).div_(comm.world_size), buffer)
+    return selection.index_bytes(packed), worst
 
 
 async def _balanced(
-    state: TopKState, bucket: Bucket, residual: Tensor | None, riders: Riders, comm: Comm
+    selection: BlockSelection, buffer: Tensor, residual: Tensor | None, riders: Riders, comm: Comm
 ) -> tuple[Tensor, Tensor]:
-    selection = state.select_from(bucket.buffer.numel())
-    assert isinstance(selection, BlockSelection)
-    riding = riders.take_(bucket.buffer).to(ops.compute_dtype(bucket.buffer.dtype))
-    m, packed = selection.select(bucket.buffer, residual)
+    riding = riders.take_(buffer).to(ops.compute_dtype(buffer.dtype))
+    m, packed = selection.select(buffer, residual)
 
     # Each rank adds up its own range of blocks, and of riders.
     size = comm.world_size
@@ -231,28 +224,33 @@ async def _balanced(
     if residual is not None:
         m[start:stop].add_(dropped, alpha=size)  # of the mean, so of the sum W times as much
         ops.keep_(residual, m, worst)
-    selection.sum_(selection.join(entries, part)[None], 1, bucket.buffer)
-    riders.put_(riding.flatten()[: riders.numel], bucket.buffer)
-    return selection.indices(packed), worst
+    selection.sum_(selection.join(entries, part)[None], 1, buffer)
+    riders.put_(riding.flatten()[: riders.numel], buffer)
+    return selection.index_bytes(packed), worst
 
 
 async def _leader(
-    state: TopKState, bucket: Bucket, residual: Tensor | None, riders: Riders, comm: Comm
+    selection: AnySelection,
+    buffer: Tensor,
+    residual: Tensor | None,
+    riders: Riders,
+    comm: Comm,
+    *,
+    leader: int,
 ) -> tuple[Tensor, Tensor]:
-    selection = state.select_from(bucket.buffer.numel())
-    m = bucket.buffer.to(ops.compute_dtype(bucket.buffer.dtype))
+    m = buffer.to(ops.compute_dtype(buffer.dtype))
     if residual is not None:
         m.add_(residual)
     riding = riders.take_(m)
-    leader = state.step % comm.world_size
     if comm.rank == leader:
         _, packed = selection.select(m.clone(), None)
-        chosen = selection.index_bytes(packed)
+        chosen = selection.index_bytes(packed).clone()  # aligned, and without the values' memory
     else:
         chosen = torch.empty(selection.index_nbytes, dtype=torch.uint8, device=m.device)
-    sent = selection.places(await comm.broadcast(chosen, leader))
-    worst = await reduce_chosen(sent, m, riding, riders, bucket.buffer, residual, state.wire_dtype, comm)
-    return sent, worst
+    chosen = await comm.broadcast(chosen, leader)
+    places = selection.places(chosen)
+    worst = await reduce_chosen(places, m, riding, riders, buffer, residual, selection.wire_dtype, comm)
+    return chosen, worst
 
 
 def _split(rows: Tensor, nbytes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -267,9 +267,9 @@ X = torch.zeros(300)
 @pytest.mark.parametrize(
     ("message", "call"),
     [
-        ("gradient has dtype torch.float64", lambda: topk.select_blocks(X.double(), None, 1, 256, torch.bfloat16)),
-        ("gradient has dtype torch.float64", lambda: topk.select_exact(X.double(), None, 1, torch.bfloat16)),
-        ("out has dtype torch.float64", lambda: topk.sum_sparse_(X[None], X[None].int(), 1, X.double())),
+        ("gradient is of torch.float64", lambda: topk.select_blocks(X.double(), None, 1, 256, torch.bfloat16)),
+        ("gradient is of torch.float64", lambda: topk.select_exact(X.double(), None, 1, torch.bfloat16)),
+        ("out is of torch.float64", lambda: topk.sum_sparse_(X[None], X[None].int(), 1, X.double())),
         ("block_size is 300", lambda: topk.select_blocks(X, None, 1, 300, torch.bfloat16)),
         ("residual has shape", lambda: topk.select_blocks(X, X[1:], 1, 256, torch.bfloat16)),
         ("k is 301", lambda: topk.select_exact(X, None, 301, torch.bfloat16)),
