@@ -9,7 +9,8 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.weak import WeakIdKeyDictionary
 
-from commhooks.bucket import Bucket, Layout, lay_out
+from commhooks.bucket import Bucket, Layout, Slice, lay_out
+from commhooks.checkpoint import Model
 from commhooks.executor import Inline, Pipelined
 from commhooks.state import HookState
 
@@ -39,6 +40,8 @@ class Binding:
             check_group(group, ddp)
         self.ddp = None if ddp is None else ref(ddp)
         self._names = {} if ddp is None else {id(p): name for name, p in ddp.module.named_parameters()}
+        if ddp is not None:
+            state.attach(describe(ddp, group))
         self._layouts: dict[int, Layout] = {}
         inline = state.executor == "inline" or (state.executor == "auto" and device.type == "cuda")
         self.executor = (Inline if inline else Pipelined)(state, group, device)
@@ -46,6 +49,17 @@ class Binding:
     def is_alive(self) -> bool:
         """False once the model is gone: the state may serve another that has the same parameters."""
         return self.ddp is None or self.ddp() is not None
+
+    def model(self) -> DDP:
+        """The model.
+
+        Raises:
+            ValueError: it is not known.
+        """
+        model = self.ddp() if self.ddp is not None else None
+        if model is None:
+            raise ValueError("no DDP model is known to use this state: register the hook with commhooks.register")
+        return model
 
     def bucket(self, grad_bucket: dist.GradBucket) -> Bucket:
         """DDP's bucket as ours.
@@ -149,6 +163,19 @@ def check_group(group: dist.ProcessGroup, ddp: DDP) -> None:
 
 def one_model_only(state: HookState) -> str:
     return f"this {type(state).__name__} serves another DDP model already: make one state for each model"
+
+
+def describe(ddp: DDP, group: dist.ProcessGroup) -> Model:
+    """What a checkpoint needs to know of the model."""
+    named = [(name, p) for name, p in ddp.module.named_parameters() if p.requires_grad]
+    return Model(
+        parameters=tuple(Slice(p, name, 0, memory_shape(p)) for name, p in named),
+        dtypes={name: p.dtype for name, p in named},
+        strides={name: p.stride() for name, p in named},
+        device=next(ddp.module.parameters()).device,
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+    )
 
 
 def memory_shape(parameter: torch.Tensor) -> tuple[int, ...]:

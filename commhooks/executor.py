@@ -5,19 +5,17 @@ same order on every rank; never from a Future's callback, never from a thread.
 """
 
 import sys
-from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, distributed as dist
 from torch.futures import Future
+from torch.profiler import record_function
 
 from commhooks.bucket import Bucket
 from commhooks.comm import AllGather, AllReduce, AllToAll, Broadcast, Collective, Comm
 from commhooks.state import HookState
-
-Algorithm = Callable[[Any, Bucket, Comm], Coroutine[Collective, Tensor, Tensor]]
+from commhooks.tracking import Algorithm, start
 
 # torch 2.13 warns of the older name.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -42,17 +40,21 @@ class Inline:
         Raises:
             Whatever an algorithm or a collective raises, with a note that names the bucket it happened in.
         """
+        device = bucket.buffer.device
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+            bucket.buffer.record_stream(self._stream)
         if bucket.index == 0:
             self._abandon()  # of a backward that died half-way
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(bucket.buffer.device))
-            bucket.buffer.record_stream(self._stream)
+            with torch.no_grad(), _on(self._stream):
+                self.state.begin_step(device)
         self.state.begin_bucket(bucket, self._comm.world_size)
         task = _Task(algorithm, bucket, self.state, self._comm, self._group, self._stream)
         self._schedule(task)
         if bucket.is_last:
             self._drain()
-            self.state.end_step()
+            with torch.no_grad(), _on(self._stream):
+                self.state.end_step()
         return task.future
 
     def _schedule(self, task: "_Task") -> None:
@@ -100,17 +102,18 @@ class _Task:
     ) -> None:
         self.future: Future[Tensor] = Future(devices=[bucket.buffer.device] if stream else None)
         self.done = False
-        self._coroutine = algorithm(state, bucket, comm)
+        self._coroutine = start(algorithm, state, bucket, comm)
         self._group, self._stream = group, stream
         self._state, self._world_size = state, comm.world_size
         self._work: dist.Work | None = None
         self._arriving: Tensor | None = None  # what the pending collective will have filled
+        self._phase = "compress"
         self._algorithm, self._bucket, self._step = algorithm, bucket, state.step
 
     def advance(self) -> None:
         """Wait for the pending collective, resume the coroutine, and launch the collective it awaits next."""
         try:
-            with torch.no_grad(), self._on_stream():
+            with torch.no_grad(), _on(self._stream):
                 self._resume()
         except BaseException as error:
             self.close()
@@ -119,15 +122,23 @@ class _Task:
 
     def _resume(self) -> None:
         if self._work is not None:
-            self._work.wait()
+            with self._range("wait"):
+                self._work.wait()
+            self._phase = "decompress"
         try:
-            collective = self._coroutine.send(self._arriving)  # type: ignore[arg-type]  # the first is None
+            with self._range(self._phase):
+                collective = self._coroutine.send(self._arriving)  # type: ignore[arg-type]  # the first is None
         except StopIteration as stop:
             self.done = True
             self.future.set_result(stop.value)
         else:
             self._state.count(collective, self._world_size)
-            self._work, self._arriving = _launch(collective, self._group)
+            with self._range("launch"):
+                self._work, self._arriving = _launch(collective, self._group)
+
+    def _range(self, phase: str) -> record_function:
+        """For a profiler's trace. What follows the first collective is "decompress", a second compression too."""
+        return record_function(f"commhooks.{self._algorithm.__name__}.{phase} bucket {self._bucket.index}")
 
     def close(self) -> None:
         self.done = True
@@ -138,8 +149,9 @@ class _Task:
         where = f"step {self._step}, bucket {self._bucket.index} (parameters: {names})"
         return f"in commhooks {self._algorithm.__name__}, {where}"
 
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _launch(collective: Collective, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:

@@ -17,8 +17,9 @@ from commhooks.algorithms.powersgd import PowerSGDState, powersgd
 from commhooks.algorithms.randomk import RandomKState, randomk
 from commhooks.algorithms.topk import TopKState, topk
 from commhooks.binding import find_and_bind, implicit_state
-from commhooks.executor import Algorithm
+from commhooks.replicas import check_replicas
 from commhooks.state import HookState
+from commhooks.tracking import Algorithm
 
 
 def allreduce_hook(state: HookState | dist.ProcessGroup | None, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -103,4 +104,6 @@ def _run(
     binding = state.binding
     if binding is None or not binding.is_alive():
         binding = find_and_bind(state, grad_bucket.buffer().device)
+    if grad_bucket.index() == 0 and state.wants_replicas_checked():
+        check_replicas(binding.model())
     return binding.executor.run(algorithm, binding.bucket(grad_bucket))

@@ -1,54 +1,131 @@
-"""Tensors that belong to parameters, stored flat for each bucket."""
+"""Tensors that belong to parameters, stored flat for each bucket, and renewed by whole steps or not at all."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
 from commhooks.bucket import Bucket, Layout, Slice
+from commhooks.ops import compute_dtype
+
+Numel = Callable[[Slice], int]
+Start = Callable[[Slice, Tensor], object]
 
 
 class ParameterMemory:
     """One tensor for each parameter, kept as pieces of one flat tensor for each bucket.
 
+    A step reads `flat` and writes `next`; `commit` makes what was written the memory of the next step, and without it
+    nothing has happened. So there are two flat tensors for each bucket, which take turns.
+
     DDP rebuilds its buckets after the first iteration. When a bucket comes with another layout, its flat tensor is
     laid out anew and every piece is copied from wherever its parameter lay before.
+
+    Args:
+        numel: how many elements a parameter has here.
+        start: fills a parameter's piece before its first step.
 
     Attributes:
         pieces: each parameter's tensor, flat, by the parameter's key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, numel: Numel, start: Start) -> None:
         self.pieces: dict[Hashable, Tensor] = {}
+        self._numel, self._start = numel, start
         self._homes: dict[Hashable, Layout] = {}  # whose flat tensor a parameter's piece lies in
         self._flat: dict[Layout, Tensor] = {}
+        self._spare: dict[Layout, Tensor] = {}
+        self._written: set[Layout] = set()  # whose spare tensor this step has written
+        self._loaded: dict[str, Tensor] = {}  # by the parameter's name, until it comes
 
-    def flat(
-        self,
-        bucket: Bucket,
-        numel: Callable[[Slice], int],
-        dtype: torch.dtype,
-        start: Callable[[Slice, Tensor], object],
-    ) -> Tensor:
-        """The bucket's flat tensor, made of `numel(parameter)` elements for each parameter in their order.
-
-        A piece that was not there before is filled by `start(parameter, piece)`.
-        """
+    def flat(self, bucket: Bucket) -> Tensor:
+        """The bucket's flat tensor, made of each parameter's piece in their order. Only to be read."""
         layout = bucket.layout
-        flat = self._flat.get(layout)
-        if flat is None:
-            numels = [numel(x) for x in layout.slices]
-            flat = torch.empty(sum(numels), dtype=dtype, device=bucket.buffer.device)
-            for parameter, piece in zip(layout.slices, flat.split(numels), strict=True):
-                self._move(parameter, piece, layout, start)
-            self._flat[layout] = flat
-        return flat
+        if layout not in self._flat:
+            self._flat[layout] = lay_out_flat(bucket, self._numel, self._move)
+            self._enter(layout)
+        return self._flat[layout]
 
-    def _move(self, parameter: Slice, piece: Tensor, layout: Layout, start: Callable[[Slice, Tensor], object]) -> None:
+    def next(self, bucket: Bucket) -> Tensor:
+        """The same for the next step: to be written, as a whole."""
+        flat, layout = self.flat(bucket), bucket.layout
+        if layout not in self._spare:
+            self._spare[layout] = torch.empty_like(flat)
+        self._written.add(layout)
+        return self._spare[layout]
+
+    def is_written(self, bucket: Bucket) -> bool:
+        """Has this step written the bucket's `next`?"""
+        return bucket.layout in self._written
+
+    def split(self, bucket: Bucket, flat: Tensor) -> list[tuple[Slice, Tensor]]:
+        """The parameters of the bucket, and the piece of each in `flat`."""
+        slices = bucket.layout.slices
+        return list(zip(slices, flat.split([self._numel(x) for x in slices]), strict=True))
+
+    def commit(self) -> None:
+        """What was written since the last `commit` or `discard` counts."""
+        for layout in self._written:
+            self._flat[layout], self._spare[layout] = self._spare[layout], self._flat[layout]
+            self._enter(layout)
+        self._written.clear()
+
+    def discard(self) -> None:
+        """What was written since the last `commit` or `discard` does not count."""
+        self._written.clear()
+
+    def mul_(self, factor: float | Tensor) -> None:
+        for x in [*self._flat.values(), *self._loaded.values()]:
+            x.mul_(factor)
+
+    def state_dict(
+        self, parameters: Iterable[Slice], dtypes: Mapping[str, torch.dtype], device: torch.device
+    ) -> dict[str, Tensor]:
+        """A copy of each parameter's tensor, by its name; of those that did not come yet, what they will start with."""
+        saved = {}
+        for x in parameters:
+            if x.key in self.pieces:
+                saved[x.name] = self.pieces[x.key].clone()
+            elif numel := self._numel(x):
+                saved[x.name] = torch.empty(numel, dtype=compute_dtype(dtypes[x.name]), device=device)
+                self._fill(x, saved[x.name])
+        return {name: x for name, x in saved.items() if x.numel()}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Start again, with these."""
+        for held in (self.pieces, self._homes, self._flat, self._spare, self._written):
+            held.clear()
+        self._loaded = {name: x.clone() for name, x in saved.items()}
+
+    def _enter(self, layout: Layout) -> None:
+        flat = self._flat[layout]
+        numels = [self._numel(x) for x in layout.slices]
+        for x, piece in zip(layout.slices, flat.split(numels), strict=True):
+            self.pieces[x.key], self._homes[x.key] = piece, layout
+
+    def _move(self, parameter: Slice, piece: Tensor) -> None:
         key = parameter.key
-        if key in self.pieces:
-            piece.copy_(self.pieces[key])
-            self._flat.pop(self._homes[key], None)  # no longer whole
+        if key not in self.pieces:
+            self._fill(parameter, piece)
+            self._loaded.pop(parameter.name, None)
+            return
+        piece.copy_(self.pieces[key])
+        home = self._homes[key]  # no longer whole
+        self._flat.pop(home, None)
+        self._spare.pop(home, None)
+
+    def _fill(self, parameter: Slice, piece: Tensor) -> None:
+        loaded = self._loaded.get(parameter.name)
+        if loaded is None:
+            self._start(parameter, piece)
         else:
-            start(parameter, piece)
-        self.pieces[key], self._homes[key] = piece, layout
+            piece.copy_(loaded)
+
+
+def lay_out_flat(bucket: Bucket, numel: Numel, fill: Start) -> Tensor:
+    """A flat tensor of `numel(parameter)` elements for each parameter, in their order, each piece filled by `fill`."""
+    numels = [numel(x) for x in bucket.layout.slices]
+    flat = torch.empty(sum(numels), dtype=compute_dtype(bucket.buffer.dtype), device=bucket.buffer.device)
+    for parameter, piece in zip(bucket.layout.slices, flat.split(numels), strict=True):
+        fill(parameter, piece)
+    return flat

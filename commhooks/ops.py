@@ -22,7 +22,6 @@ from commhooks.triton_kernels.reference import (
     Plan,
     Side,
     compute_dtype,
-    keep_,
 )
 from commhooks.triton_kernels.reference_topk import (
     ALIGNMENT,
@@ -48,7 +47,6 @@ __all__ = [
     "compute_dtype",
     "exact_index_dtype",
     "from_wire_",
-    "keep_",
     "keep_factor_",
     "largest",
     "magnitudes",

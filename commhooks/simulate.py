@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from commhooks.bucket import Bucket, Layout, lay_out
+from commhooks.checkpoint import Model
 from commhooks.comm import AllGather, AllReduce, AllToAll, Broadcast, Collective, Comm
 from commhooks.state import HookState
+from commhooks.tracking import start
 
 S = TypeVar("S", bound=HookState)
 
@@ -39,6 +41,7 @@ class Simulation(Generic[S]):
         self.states = [make_state() for _ in range(world_size)]
         self.comms = [Comm(rank, world_size) for rank in range(world_size)]
         self._layouts: dict[tuple[object, ...], Layout] = {}
+        self._attached = False
 
     def step(
         self, gradients: Sequence[Mapping[str, Tensor]], buckets: Sequence[Sequence[str]] | None = None
@@ -56,6 +59,9 @@ class Simulation(Generic[S]):
             RuntimeError: the ranks awaited different collectives: in training they would hang.
         """
         buckets = buckets or [list(gradients[0])]
+        self._attach(gradients[0])
+        for state in self.states:
+            state.begin_step(torch.device("cpu"))
         results: list[dict[str, Tensor]] = [{} for _ in self.states]
         for index, names in enumerate(buckets):
             layout = self._layout(index, names, gradients[0])
@@ -69,6 +75,17 @@ class Simulation(Generic[S]):
             state.end_step()
         return results
 
+    def _attach(self, gradients: Mapping[str, Tensor]) -> None:
+        """What a binding does for a model: the states know its parameters."""
+        if self._attached:
+            return
+        self._attached = True
+        slices = lay_out(0, [(name, name, tuple(x.shape)) for name, x in gradients.items()]).slices
+        dtypes = {name: x.dtype for name, x in gradients.items()}
+        strides = {name: x.stride() for name, x in gradients.items()}
+        for state, comm in zip(self.states, self.comms, strict=True):
+            state.attach(Model(slices, dtypes, strides, torch.device("cpu"), comm.rank, comm.world_size))
+
     def _layout(self, index: int, names: Sequence[str], gradients: Mapping[str, Tensor]) -> Layout:
         parameters = [(name, name, tuple(gradients[name].shape)) for name in names]
         return self._layouts.setdefault((index, *parameters), lay_out(index, parameters))
@@ -79,7 +96,7 @@ class Simulation(Generic[S]):
         for state, bucket in zip(self.states, buckets, strict=True):
             state.begin_bucket(bucket, world_size)
         coroutines = [
-            self.algorithm(state, bucket, comm)
+            start(self.algorithm, state, bucket, comm)
             for state, bucket, comm in zip(self.states, buckets, self.comms, strict=True)
         ]
         answers: list[Tensor | None] = [None] * world_size
@@ -112,6 +129,7 @@ def bytes_sent(
     No other rank is there: each collective gives back this rank's tensor, or copies of it.
     """
     bucket = Bucket(layout, torch.zeros(sum(x.numel for x in layout.slices), dtype=dtype), is_last=True)
+    state.begin_step(bucket.buffer.device)
     state.begin_bucket(bucket, world_size)
     before = state.metrics()["bytes_sent"]
     coroutine = algorithm(state, bucket, Comm(0, world_size))

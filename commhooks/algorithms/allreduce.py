@@ -1,13 +1,18 @@
 """Exact mean by one all-reduce: the base line, and the warm-up of every other algorithm."""
 
+import torch
 from torch import Tensor
 
+from commhooks import ops
 from commhooks.bucket import Bucket
 from commhooks.comm import Comm
 from commhooks.state import HookState
 
 
-async def allreduce(state: HookState, bucket: Bucket, comm: Comm) -> Tensor:  # noqa: ARG001 - as every algorithm
+async def allreduce(state: HookState, bucket: Bucket, comm: Comm) -> Tensor:
     """buffer = sum over ranks of buffer / W, in the gradient's dtype; any dtype and layout that the group reduces."""
     # Divided first: the sum of half-precision gradients may overflow where their mean does not.
-    return await comm.all_reduce(bucket.buffer.div_(comm.world_size))
+    mean = await comm.all_reduce(bucket.buffer.div_(comm.world_size))
+    if state.has_something_to_lose and mean.layout == torch.strided and mean.is_floating_point():
+        state.received(ops.largest(mean))
+    return mean

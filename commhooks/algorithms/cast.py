@@ -4,13 +4,13 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, distributed as dist
+from typing_extensions import Unpack
 
 from commhooks import ops
 from commhooks.algorithms.allreduce import allreduce
 from commhooks.bucket import Bucket
 from commhooks.comm import Comm
-from commhooks.feedback import ErrorFeedback
-from commhooks.state import ExecutorName, HookState, checked_choice
+from commhooks.state import HookOptions, HookState, checked_choice
 
 Accumulate = Literal["wire", "fp32"]
 
@@ -19,7 +19,7 @@ class CastState(HookState):
     """Options of `bf16_hook` and `fp16_hook`.
 
     Args:
-        process_group, start_iter, executor, stats_logging_frequency: see `HookState`.
+        process_group, options: see `HookState`.
         use_error_feedback: add each step's rounding error to the next step's gradient.
         gradient_predivide_factor: f: gradients are divided by f before the sum and by W / f after it. None is W, the
             number of ranks: no sum can overflow, as in torch. A smaller f keeps small fp16 values from vanishing.
@@ -35,23 +35,17 @@ class CastState(HookState):
         use_error_feedback: bool = False,
         gradient_predivide_factor: float | None = None,
         accumulate: Accumulate = "wire",
-        start_iter: int = 0,
-        executor: ExecutorName = "auto",
-        stats_logging_frequency: int = 0,
+        **options: Unpack[HookOptions],
     ) -> None:
-        super().__init__(
-            process_group,
-            start_iter=start_iter,
-            executor=executor,
-            stats_logging_frequency=stats_logging_frequency,
-        )
+        super().__init__(process_group, **options)
         f = gradient_predivide_factor
         if f is not None and not 0 < f < float("inf"):
             raise ValueError(f"gradient_predivide_factor is {f}; it must be positive and finite, or None")
         self.gradient_predivide_factor = f
         self.accumulate = checked_choice("accumulate", accumulate, get_args(Accumulate))
         self.use_error_feedback = use_error_feedback
-        self.feedback = ErrorFeedback()
+        if use_error_feedback:
+            self.keep_residuals()
 
     def config(self) -> dict[str, object]:
         names = ("use_error_feedback", "gradient_predivide_factor", "accumulate")
@@ -71,7 +65,7 @@ async def fp16(state: CastState, bucket: Bucket, comm: Comm) -> Tensor:
 async def _cast(state: CastState, bucket: Bucket, comm: Comm, dtype: torch.dtype) -> Tensor:
     if state.reduces_exactly(bucket):
         return await allreduce(state, bucket, comm)
-    residual = state.feedback.residual(bucket) if state.use_error_feedback else None
+    residual = state.residual(bucket)
     before = state.gradient_predivide_factor or comm.world_size
     after = comm.world_size / before
 
@@ -82,8 +76,11 @@ async def _cast(state: CastState, bucket: Bucket, comm: Comm, dtype: torch.dtype
         after = 1
     else:
         mean = await comm.all_reduce(wire)
-    worst = None if residual is None else ops.largest(mean)
-    ops.from_wire_(mean, after, bucket.buffer, residual, rest, worst)
+    worst = None
+    if residual is not None:
+        worst = ops.largest(mean)
+        state.received(worst)
+    ops.from_wire_(mean, after, bucket.buffer, state.next_residual(bucket), rest, worst)
     return bucket.buffer
 
 

@@ -1,47 +1,58 @@
 """The reduction of entries that all ranks have chosen alike: without indices, so that they can be all-reduced."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from commhooks import ops
-from commhooks.algorithms.riders import Riders
+from commhooks.algorithms.packing import Packing
+from commhooks.bucket import Bucket
 from commhooks.comm import Comm
+from commhooks.state import HookState
+
+
+class Reduced(NamedTuple):
+    """What has become of M and of the riders. `riding_rest` is None where riders are sent exactly."""
+
+    mean: Tensor
+    mean_riding: Tensor
+    rest: Tensor  # what of M was not sent
+    riding_rest: Tensor | None
+    worst: Tensor  # the largest magnitude received
 
 
 async def reduce_chosen(
-    places: Tensor,
-    m: Tensor,
-    riding: Tensor,
-    riders: Riders,
-    out: Tensor,
-    residual: Tensor | None,
-    wire_dtype: torch.dtype,
-    comm: Comm,
-    scale: Tensor | None = None,
-) -> Tensor:
-    """out = the mean of M at `places` (times `scale`), zero elsewhere; residual = what of M was not sent.
+    places: Tensor, m: Tensor, riding: Tensor, wire_dtype: torch.dtype, comm: Comm, scale: Tensor | None = None
+) -> Reduced:
+    """The mean over ranks of M at `places` (times `scale`), zero elsewhere, and of the riders.
+
+    What is not finite in any rank's M, sent or not, makes all of the mean so.
 
     Args:
         places: int64 indices into M, different ones, the same on every rank.
-        m: gradient + residual without its riders. It may be `out` itself.
-        riding: the riders of M, packed.
-
-    Returns:
-        The largest magnitude received; not finite, like the result, if any of any rank's M is not, sent or not.
+        m: (numel,), becomes `rest`.
+        riding: the riders, packed.
     """
     unseen = ops.largest(m)[None].to(m.dtype) * 0  # 0, or NaN
     local = torch.cat([m[places], riding, unseen])
     wire = local.div(comm.world_size).to(wire_dtype)
     sent = wire.to(m.dtype).mul(comm.world_size)
-    mean = (await comm.all_reduce(wire)).to(m.dtype)
-    worst = ops.largest(mean)
-    entries, rode, unseen = mean.split([len(places), len(riding), 1])
+    received = (await comm.all_reduce(wire)).to(m.dtype)
+    worst = ops.largest(received)
+    entries, rode, unseen = received.split([len(places), len(riding), 1])
+    rest, riding_rest, _ = local.sub_(sent).split([len(places), len(riding), 1])
+    m[places] = rest
+    mean = torch.zeros_like(m)
+    mean[places] = (entries if scale is None else entries * scale) + unseen
+    return Reduced(mean, rode, m, riding_rest, worst)
+
+
+def settle(state: HookState, bucket: Bucket, packing: Packing, reduced: Reduced) -> None:
+    """The bucket becomes the mean, and what was not sent the next step's residual."""
+    state.received(reduced.worst)
+    packing.scatter_(reduced.mean, reduced.mean_riding, bucket.buffer)
+    residual = state.next_residual(bucket)
     if residual is not None:
-        rest = local.sub_(sent)
-        m[places] = rest[: len(places)]
-        riders.put_(rest[len(places) : -1], m)
-        ops.keep_(residual, m, worst)
-    out.zero_()
-    out[places] = ((entries if scale is None else entries * scale) + unseen).to(out.dtype)
-    riders.put_(rode, out)
-    return worst
+        riding_rest = torch.zeros_like(reduced.mean_riding) if reduced.riding_rest is None else reduced.riding_rest
+        packing.scatter_(reduced.rest, riding_rest, residual)

@@ -13,22 +13,24 @@ in the other one without end, while this one is a projection of M and never long
 """
 
 import zlib
+from functools import partial
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, distributed as dist
+from typing_extensions import Unpack
 
 from commhooks import ops
 from commhooks.algorithms.allreduce import allreduce
 from commhooks.bucket import Bucket, Layout, Slice
 from commhooks.comm import Comm
-from commhooks.feedback import ErrorFeedback
-from commhooks.memory import ParameterMemory
-from commhooks.state import ExecutorName, HookState, checked_choice, checked_int
+from commhooks.memory import ParameterMemory, lay_out_flat
+from commhooks.state import CommonOptions, HookState, checked_choice, checked_int
 
 SideName = Literal["p", "q"]
+SIDES: tuple[SideName, SideName] = get_args(SideName)
 FULL_STEPS = 2  # that the alternating variant begins with
 
 
@@ -36,7 +38,7 @@ class PowerSGDState(HookState):
     """Options of `powersgd_hook`: those of torch's `PowerSGDState`, with its meaning, and some more.
 
     Args:
-        process_group, executor: see `HookState`.
+        process_group, options: see `HookState`; start_iter and stats_logging_frequency have torch's names here.
         matrix_approximation_rank: r, the number of columns of P and Q; clamped to min(n, m) for each matrix.
         start_powerSGD_iter: number of first steps that reduce exactly. 0 is allowed.
         min_compression_rate: a parameter viewed as (shape[0], rest) = (n, m) is compressed if
@@ -75,15 +77,15 @@ class PowerSGDState(HookState):
         *,
         wire_dtype: torch.dtype | None = None,
         alternating: bool = False,
-        executor: ExecutorName = "auto",
+        **options: Unpack[CommonOptions],
     ) -> None:
         super().__init__(
             process_group,
             start_iter=checked_int("start_powerSGD_iter", start_powerSGD_iter, least=0),
-            executor=executor,
             stats_logging_frequency=checked_int(
                 "compression_stats_logging_frequency", compression_stats_logging_frequency, least=0
             ),
+            **options,
         )
         if not min_compression_rate > 0:
             raise ValueError(f"min_compression_rate is {min_compression_rate}; it must be positive")
@@ -102,9 +104,11 @@ class PowerSGDState(HookState):
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.wire_dtype = checked_choice("wire_dtype", wire_dtype, (None, *ops.WIRE_DTYPES))
         self.alternating = alternating
-        self.feedback = ErrorFeedback()
-        self._factors = {side: ParameterMemory() for side in ("p", "q")}
-        self._fresh = {side: ParameterMemory() for side in ("p", "q")}
+        if use_error_feedback:
+            self.keep_residuals()
+        if warm_start:
+            self.common |= {side: self._factor_memory(side) for side in SIDES}
+        self._fresh = {side: self._factor_memory(side) for side in SIDES}
         self._plans: WeakKeyDictionary[Layout, ops.Plan] = WeakKeyDictionary()
 
     def config(self) -> dict[str, object]:
@@ -148,8 +152,9 @@ class PowerSGDState(HookState):
     def factor(self, side: SideName, bucket: Bucket) -> Tensor:
         """The bucket's packed P or Q to project on: the last step's, with warm start; else random."""
         if self.warm_start:
-            return self._packed(self._factors[side], side, bucket)
-        return self._packed(ParameterMemory(), side, bucket, draw=self.step)
+            return self.common[side].flat(bucket)
+        draw = partial(self._randomize, side, self.step)
+        return lay_out_flat(bucket, partial(self._factor_numel, side), draw)
 
     def keep_factor(
         self, side: SideName, bucket: Bucket, new: Tensor, scales: Tensor, lost: Tensor, worst: Tensor
@@ -157,20 +162,20 @@ class PowerSGDState(HookState):
         """If `worst` is finite, the next step begins with `new`, scaled, but for its lost rows: random again."""
         plan = self.plan(bucket.layout)
         if self.warm_start and plan.matrices:
-            kept, fresh = self.factor(side, bucket), self._packed(self._fresh[side], side, bucket)
+            kept, fresh = self.common[side].next(bucket), self._fresh[side].flat(bucket)
             ops.keep_factor_(kept, new, plan.p if side == "p" else plan.q, scales, lost, fresh, worst)
 
-    def _packed(self, memory: ParameterMemory, side: SideName, bucket: Bucket, draw: int = 0) -> Tensor:
-        def numel(parameter: Slice) -> int:
-            n, m = matrix_shape(parameter.shape)
-            return self.rank_of(parameter.shape) * (n if side == "p" else m)
+    def _factor_memory(self, side: SideName) -> ParameterMemory:
+        return ParameterMemory(partial(self._factor_numel, side), partial(self._randomize, side, 0))
 
-        def randomize(parameter: Slice, piece: Tensor) -> None:
-            # Seeded by the parameter's name: whatever bucket it lies in, all ranks draw the same numbers for it.
-            seed = zlib.crc32(f"{self.random_seed}/{parameter.name}/{side}/{draw}".encode())
-            piece.normal_(generator=torch.Generator(piece.device).manual_seed(seed))
+    def _factor_numel(self, side: SideName, parameter: Slice) -> int:
+        n, m = matrix_shape(parameter.shape)
+        return self.rank_of(parameter.shape) * (n if side == "p" else m)
 
-        return memory.flat(bucket, numel, ops.compute_dtype(bucket.buffer.dtype), randomize)
+    def _randomize(self, side: SideName, draw: int, parameter: Slice, piece: Tensor) -> None:
+        # Seeded by the parameter's name: whatever bucket it lies in, all ranks draw the same numbers for it.
+        seed = zlib.crc32(f"{self.random_seed}/{parameter.name}/{side}/{draw}".encode())
+        piece.normal_(generator=torch.Generator(piece.device).manual_seed(seed))
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -183,11 +188,13 @@ async def powersgd(state: PowerSGDState, bucket: Bucket, comm: Comm) -> Tensor:
     if state.reduces_exactly(bucket):
         return await allreduce(state, bucket, comm)
     plan = state.plan(bucket.layout)
-    residual = state.feedback.residual(bucket) if state.use_error_feedback else None
+    residual = state.residual(bucket)
     halves = state.alternating and state.step >= state.start_iter + FULL_STEPS
     step = _half_step if halves else _full_step
     m, mean, sent, worst = await step(state, bucket, residual, plan, comm)
-    ops.reconstruct_(m, plan, mean, sent, out=bucket.buffer, residual=residual, worst=worst)
+    state.received(worst)
+    kept = state.next_residual(bucket)
+    ops.reconstruct_(m, plan, mean, sent, out=bucket.buffer, residual=kept, worst=worst)
     return bucket.buffer
 
 

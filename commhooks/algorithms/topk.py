@@ -22,17 +22,17 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor, distributed as dist
+from typing_extensions import Unpack
 
 from commhooks import ops
 from commhooks.algorithms.allreduce import allreduce
-from commhooks.algorithms.chosen import reduce_chosen
-from commhooks.algorithms.riders import Riders, RidersByLayout
+from commhooks.algorithms.chosen import Reduced, reduce_chosen, settle
+from commhooks.algorithms.packing import PackingByLayout
 from commhooks.algorithms.selection import AnySelection, BlockSelection, ExactSelection
 from commhooks.bucket import Bucket
 from commhooks.comm import Comm
-from commhooks.feedback import ErrorFeedback
 from commhooks.memory import ParameterMemory
-from commhooks.state import ExecutorName, HookState, checked_choice, checked_int
+from commhooks.state import HookOptions, HookState, checked_choice, checked_int
 
 Selection = Literal["block", "exact"]
 Aggregation = Literal["auto", "allgather", "balanced", "leader"]
@@ -42,11 +42,11 @@ class TopKState(HookState):
     """Options of `topk_hook`.
 
     Args:
-        process_group, start_iter, executor, stats_logging_frequency: see `HookState`.
+        process_group, options: see `HookState`.
         density: the fraction of entries that a rank sends; in (0, 1]. 0.01 if neither it nor `k` is given.
         k: instead, how many entries: of every block, or with selection="exact" of every bucket.
-        selection: "block" selects from every `block_size` consecutive entries of a bucket, in one pass; "exact" from
-            the bucket as a whole.
+        selection: "block" selects from every `block_size` consecutive entries of a parameter, in one pass; "exact"
+            from the bucket as a whole.
         block_size: 256 to 8192, a power of two. Up to 256 an index takes 8 bits, else 16; with "exact" always 32.
         aggregation: "allgather", "balanced" or "leader", see the module; "auto" is the one of the first two that sends
             less: "allgather" for two ranks, "balanced" for more. "balanced" needs selection="block".
@@ -78,16 +78,9 @@ class TopKState(HookState):
         warmup_steps: int = 0,
         momentum: float = 0.0,
         min_numel: int = 0,
-        start_iter: int = 0,
-        executor: ExecutorName = "auto",
-        stats_logging_frequency: int = 0,
+        **options: Unpack[HookOptions],
     ) -> None:
-        super().__init__(
-            process_group,
-            start_iter=start_iter,
-            executor=executor,
-            stats_logging_frequency=stats_logging_frequency,
-        )
+        super().__init__(process_group, **options)
         if density is not None and k is not None:
             raise ValueError(f"density is {density} and k is {k}; only one of them may be given")
         if density is not None and not 0 < density <= 1:
@@ -102,13 +95,16 @@ class TopKState(HookState):
         if self.selection == "exact" and self.aggregation == "balanced":
             raise ValueError('aggregation is "balanced"; with selection="exact" it must be "allgather" or "leader"')
         self.wire_dtype = checked_choice("wire_dtype", wire_dtype, ops.WIRE_DTYPES)
-        self.use_error_feedback = use_error_feedback
         self.warmup_steps = checked_int("warmup_steps", warmup_steps, least=0)
         self.momentum = momentum
         self.min_numel = checked_int("min_numel", min_numel, least=0)
-        self.feedback = ErrorFeedback()
-        self._velocity = ParameterMemory()
-        self.riders = RidersByLayout(self.min_numel)
+        self.use_error_feedback = use_error_feedback
+        if use_error_feedback:
+            self.keep_residuals()
+        if momentum:
+            self.own["velocity"] = ParameterMemory(lambda x: x.numel, lambda _, piece: piece.zero_())
+        alignment = self.block_size if self.selection == "block" else 1
+        self.packings = PackingByLayout(self.min_numel, alignment)
 
     def config(self) -> dict[str, object]:
         names = (
@@ -144,72 +140,61 @@ class TopKState(HookState):
             return ExactSelection(numel, self.count_of(numel), self.wire_dtype)
         return BlockSelection(numel, self.count_of(self.block_size), self.wire_dtype, self.block_size)
 
-    def velocity(self, bucket: Bucket) -> Tensor:
-        dtype = ops.compute_dtype(bucket.buffer.dtype)
-        return self._velocity.flat(bucket, lambda x: x.numel, dtype, lambda _, piece: piece.zero_())
-
 
 async def topk(state: TopKState, bucket: Bucket, comm: Comm) -> Tensor:
     """The mean over all ranks of each rank's largest entries, in place in `bucket.buffer`."""
-    riders = state.riders[bucket.layout]
-    if state.reduces_exactly(bucket) or riders.alone:
+    packing = state.packings[bucket.layout]
+    if state.reduces_exactly(bucket) or not packing.packed:
         return await allreduce(state, bucket, comm)
-    residual = state.feedback.residual(bucket) if state.use_error_feedback else None
-    moved = _correct_momentum(state, bucket) if state.momentum else None
-    selection = state.select_from(bucket.buffer.numel())
-    rest = bucket.buffer, residual, riders, comm
+    velocity = _correct_momentum(state, bucket) if state.momentum else None
+    m, riding = packing.gather(bucket.buffer, state.residual(bucket))
+    selection = state.select_from(packing.numel)
     aggregation = state.aggregation_among(comm.world_size)
     if aggregation == "leader":
-        indices, worst = await _leader(selection, *rest, leader=state.step % comm.world_size)
+        reduced, indices = await _leader(selection, m, riding, comm, leader=state.step % comm.world_size)
     elif aggregation == "balanced":
         assert isinstance(selection, BlockSelection)
-        indices, worst = await _balanced(selection, *rest)
+        reduced, indices = await _balanced(selection, m, riding, comm)
     else:
-        indices, worst = await _allgather(selection, *rest)
-    if moved is not None:
-        moved.index_fill_(0, selection.places(indices), 0)
-        ops.keep_(state.velocity(bucket), moved, worst)
+        reduced, indices = await _allgather(selection, m, riding, comm)
+    settle(state, bucket, packing, reduced)
+    if velocity is not None:
+        moving, riding = packing.gather(velocity, None)
+        packing.scatter_(moving.index_fill_(0, selection.places(indices), 0), riding, velocity)
     return bucket.buffer
 
 
 def _correct_momentum(state: TopKState, bucket: Bucket) -> Tensor:
-    """The gradient becomes the velocity, which is also returned, apart from the state until all is known finite."""
-    velocity = state.velocity(bucket)
-    moved = torch.add(bucket.buffer, velocity, alpha=state.momentum).to(velocity.dtype)
-    bucket.buffer.copy_(moved)
-    return moved
+    """The gradient becomes the velocity. Returns where that is kept for the next step."""
+    memory = state.own["velocity"]
+    velocity = memory.next(bucket)
+    torch.add(bucket.buffer, memory.flat(bucket), alpha=state.momentum, out=velocity)
+    bucket.buffer.copy_(velocity)
+    return velocity
 
 
-async def _allgather(
-    selection: AnySelection, buffer: Tensor, residual: Tensor | None, riders: Riders, comm: Comm
-) -> tuple[Tensor, Tensor]:
-    """Returns, as every aggregation, the indices that this rank sent, as bytes, and the largest magnitude received."""
-    riding = riders.take_(buffer).to(ops.compute_dtype(buffer.dtype))
-    m, packed = selection.select(buffer, residual)
+async def _allgather(selection: AnySelection, m: Tensor, riding: Tensor, comm: Comm) -> tuple[Reduced, Tensor]:
+    """Returns, as every aggregation, also the indices that this rank sent, as bytes."""
+    m, packed = selection.select(m, None)
     gathered = await comm.all_gather(torch.cat([packed, riding.view(torch.uint8)]))  # (W, bytes)
-    entries, riding = _split(gathered, selection.nbytes, riding.dtype)  # (W, bytes), (W, riders)
-    worst = torch.maximum(ops.largest(selection.values(entries)), ops.largest(riding))
-    if residual is not None:
-        ops.keep_(residual, m, worst)
-    selection.sum_(entries, comm.world_size, buffer)
-    riders.put_(riding.sum(0).div_(comm.world_size), buffer)
-    return selection.index_bytes(packed), worst
+    entries, riders = _split(gathered, selection.nbytes, riding.dtype)  # (W, bytes), (W, riders)
+    worst = torch.maximum(ops.largest(selection.values(entries)), ops.largest(riders))
+    mean = torch.empty_like(m)
+    selection.sum_(entries, comm.world_size, mean)
+    return Reduced(mean, riders.sum(0).div_(comm.world_size), m, None, worst), selection.index_bytes(packed)
 
 
-async def _balanced(
-    selection: BlockSelection, buffer: Tensor, residual: Tensor | None, riders: Riders, comm: Comm
-) -> tuple[Tensor, Tensor]:
-    riding = riders.take_(buffer).to(ops.compute_dtype(buffer.dtype))
-    m, packed = selection.select(buffer, residual)
+async def _balanced(selection: BlockSelection, m: Tensor, riding: Tensor, comm: Comm) -> tuple[Reduced, Tensor]:
+    m, packed = selection.select(m, None)
 
     # Each rank adds up its own range of blocks, and of riders.
     size = comm.world_size
     part = selection.part(size)
-    per_rank = -(-riders.numel // size)
-    riding = torch.cat([riding, riding.new_zeros(size * per_rank - riders.numel)]).view(size, per_rank)
+    per_rank = -(-len(riding) // size)
+    padded = torch.cat([riding, riding.new_zeros(size * per_rank - len(riding))]).view(size, per_rank)
     parts = selection.split(packed, part, size)  # (W, bytes)
-    received = await comm.all_to_all(torch.cat([parts, riding.view(torch.uint8)], 1))
-    entries, riding = _split(received, part.nbytes, riding.dtype)
+    received = await comm.all_to_all(torch.cat([parts, padded.view(torch.uint8)], 1))
+    entries, riders = _split(received, part.nbytes, riding.dtype)
     total = m.new_zeros(part.numel)
     part.sum_(entries, size, total)
 
@@ -217,40 +202,27 @@ async def _balanced(
     start, stop = selection.range_of(comm.rank, size)
     own = replace(selection, numel=stop - start)
     dropped, again = own.select(total[: stop - start], None)
-    mean = riding.sum(0).div_(size)
-    gathered = await comm.all_gather(torch.cat([own.split(again, part, 1)[0], mean.view(torch.uint8)]))
-    entries, riding = _split(gathered, part.nbytes, riding.dtype)
-    worst = torch.maximum(ops.largest(part.values(entries)), ops.largest(riding))
-    if residual is not None:
-        m[start:stop].add_(dropped, alpha=size)  # of the mean, so of the sum W times as much
-        ops.keep_(residual, m, worst)
-    selection.sum_(selection.join(entries, part)[None], 1, buffer)
-    riders.put_(riding.flatten()[: riders.numel], buffer)
-    return selection.index_bytes(packed), worst
+    gathered = await comm.all_gather(
+        torch.cat([own.split(again, part, 1)[0], riders.sum(0).div_(size).view(torch.uint8)])
+    )
+    entries, riders = _split(gathered, part.nbytes, riding.dtype)
+    worst = torch.maximum(ops.largest(part.values(entries)), ops.largest(riders))
+    m[start:stop].add_(dropped, alpha=size)  # of the mean, so of the sum W times as much
+    mean = torch.empty_like(m)
+    selection.sum_(selection.join(entries, part)[None], 1, mean)
+    return Reduced(mean, riders.flatten()[: len(riding)], m, None, worst), selection.index_bytes(packed)
 
 
 async def _leader(
-    selection: AnySelection,
-    buffer: Tensor,
-    residual: Tensor | None,
-    riders: Riders,
-    comm: Comm,
-    *,
-    leader: int,
-) -> tuple[Tensor, Tensor]:
-    m = buffer.to(ops.compute_dtype(buffer.dtype))
-    if residual is not None:
-        m.add_(residual)
-    riding = riders.take_(m)
+    selection: AnySelection, m: Tensor, riding: Tensor, comm: Comm, *, leader: int
+) -> tuple[Reduced, Tensor]:
     if comm.rank == leader:
         _, packed = selection.select(m.clone(), None)
         chosen = selection.index_bytes(packed).clone()  # aligned, and without the values' memory
     else:
         chosen = torch.empty(selection.index_nbytes, dtype=torch.uint8, device=m.device)
     chosen = await comm.broadcast(chosen, leader)
-    places = selection.places(chosen)
-    worst = await reduce_chosen(places, m, riding, riders, buffer, residual, selection.wire_dtype, comm)
-    return chosen, worst
+    return await reduce_chosen(selection.places(chosen), m, riding, selection.wire_dtype, comm), chosen
 
 
 def _split(rows: Tensor, nbytes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

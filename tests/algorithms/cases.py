@@ -138,5 +138,5 @@ def flatten(named_tensors: dict[str, Tensor]) -> Tensor:
 
 def residual_of(state: HookState, like: dict[str, Tensor]) -> Tensor:
     """The state's residuals in the order of `like`, flat, float64; zeros where there are none yet."""
-    residuals = state.feedback.residuals if hasattr(state, "feedback") else {}
+    residuals = state.feedback.residuals if state.feedback else {}
     return torch.cat([residuals.get(name, torch.zeros(x.numel())).double() for name, x in like.items()])

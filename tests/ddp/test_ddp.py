@@ -265,15 +265,14 @@ def flat_memory(hook):
         if step > 1:
             sizes.append(sum(x.numel() for x in _tensors(state)))
     assert len(set(sizes)) == 1, sizes
-    if getattr(state, "use_error_feedback", False):
-        residuals = sum(flat.numel() for flat in state.feedback._memory._flat.values())
+    if state.feedback:
+        residuals = sum(flat.numel() for flat in state.feedback._flat.values())
         assert residuals == sum(p.numel() for p in ddp.parameters())
 
 
 def _tensors(state):
-    memories = [state.feedback._memory] if hasattr(state, "feedback") else []
-    memories += [*getattr(state, "_factors", {}).values(), *getattr(state, "_fresh", {}).values()]
-    return [flat for memory in memories for flat in memory._flat.values()]
+    memories = [*state.own.values(), *state.common.values(), *getattr(state, "_fresh", {}).values()]
+    return [flat for memory in memories for flats in (memory._flat, memory._spare) for flat in flats.values()]
 
 
 @all_hooks

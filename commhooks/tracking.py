@@ -1,0 +1,65 @@
+"""How much compression leaves out of each parameter."""
+
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from commhooks.bucket import Bucket
+from commhooks.comm import Collective, Comm
+
+if TYPE_CHECKING:
+    from commhooks.state import HookState
+
+Algorithm = Callable[[Any, Bucket, Comm], Coroutine[Collective, Tensor, Tensor]]
+
+
+class CompressionErrors:
+    """By parameter: the norm of what was not sent, and of all there was to send. One bucket a step is looked at."""
+
+    def __init__(self) -> None:
+        self.norms: dict[str, tuple[Tensor, Tensor]] = {}
+        self._turn = 0
+
+    def look_at(self, bucket: Bucket) -> bool:
+        """Is it this bucket's turn?"""
+        looked = bucket.index == self._turn
+        if bucket.is_last:
+            self._turn = (self._turn + 1) % (bucket.index + 1)
+        return looked
+
+    def by_parameter(self) -> dict[str, float]:
+        return {name: _ratio(float(rest), float(whole)) for name, (rest, whole) in self.norms.items()}
+
+    def overall(self) -> float:
+        rest, whole = (sum(float(x[i]) ** 2 for x in self.norms.values()) ** 0.5 for i in (0, 1))
+        return _ratio(rest, whole)
+
+
+def start(
+    algorithm: Algorithm, state: "HookState", bucket: Bucket, comm: Comm
+) -> Coroutine[Collective, Tensor, Tensor]:
+    """The coroutine of a bucket, with its error measured where the state wants that now."""
+    if state.track_error and state.errors.look_at(bucket):
+        return _tracked(algorithm, state, bucket, comm)
+    return algorithm(state, bucket, comm)
+
+
+async def _tracked(algorithm: Algorithm, state: "HookState", bucket: Bucket, comm: Comm) -> Tensor:
+    if state.reduces_exactly(bucket):
+        return await algorithm(state, bucket, comm)
+    feedback = state.own["residual"]
+    pieces = feedback.split(bucket, feedback.flat(bucket))
+    whole = [torch.linalg.vector_norm(x.of(bucket.buffer) + piece) for x, piece in pieces]
+    result = await algorithm(state, bucket, comm)
+    if feedback.is_written(bucket):
+        pieces = feedback.split(bucket, feedback.next(bucket))
+        rest = [torch.linalg.vector_norm(piece) for _, piece in pieces]
+        names = [x.name for x, _ in pieces]
+        state.errors.norms |= dict(zip(names, zip(rest, whole, strict=True), strict=True))
+    return result
+
+
+def _ratio(rest: float, whole: float) -> float:
+    return rest / whole if whole else 0.0
