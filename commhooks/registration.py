@@ -4,11 +4,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from commhooks.agreement import agree
 from commhooks.algorithms.powersgd import PowerSGDState
-from commhooks.binding import bind
+from commhooks.binding import bind, find_models, one_model_only
 from commhooks.hooks import HOOKS, MADE_FOR_NONE
 from commhooks.state import HookState
 
@@ -18,36 +18,45 @@ def register(ddp: DDP, hook: Callable[..., Any], state: HookState | None = None)
 
     Args:
         ddp: the model.
-        hook: `allreduce_hook`, `bf16_hook`, `fp16_hook` or `powersgd_hook`.
-        state: the hook's state; None makes one with the default options, except for `powersgd_hook`.
+        hook: one of this package's hooks, such as `powersgd_hook`.
+        state: the hook's state. For `allreduce_hook`, `bf16_hook` and `fp16_hook`, None makes one with the default
+            options.
 
     Returns:
         The state, for `state.metrics()`.
 
     Raises:
-        TypeError: `ddp` is not a DistributedDataParallel model.
+        TypeError: `ddp` is not a DistributedDataParallel model. This rank alone can tell, so it alone is told.
         ValueError: on every rank, if any rank has a wrong hook or state for it, a state already in use or with another
-            process group than the model's, a model that has a hook, or options that differ from rank 0's.
-            The message names the ranks and what is wrong there.
+            process group than the model's, or a model that has a hook; or if the ranks differ in the hook, its
+            options, DDP's, or the parameters' names, shapes, dtypes or requires_grad. The message lists what is wrong
+            and on which ranks.
+        RuntimeError: another rank did not call it within the process group's timeout, or has ended.
     """
     if not isinstance(ddp, DDP):
         raise TypeError(f"ddp is a {type(ddp).__name__}; it must be a DistributedDataParallel model")
-    problem, config = None, {}
+    bound, problem, config = None, None, {}
     try:
-        state = _prepare(ddp, hook, state)
-        config = {"hook": hook.__name__, "state": type(state).__name__} | state.config()
-    except (TypeError, ValueError) as error:
-        problem = str(error)
-    _agree(ddp, problem, config)
-    assert state is not None
-    if isinstance(state, PowerSGDState) and not any(state.rank_of(tuple(p.shape)) for p in ddp.parameters()):
-        warnings.warn(_nothing_compressed(state, ddp), stacklevel=2)
-    ddp.register_comm_hook(state, hook)
-    return state
+        bound = _prepare(ddp, hook, state)
+        config = _config(hook, bound)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
+        problem = str(error) or repr(error)
+    try:
+        _agree(ddp, config, problem)
+    except BaseException:
+        if bound is not None:
+            bound.binding = None  # free for another try
+        raise
+    assert bound is not None  # else there is a problem
+    if isinstance(bound, PowerSGDState) and not any(bound.rank_of(tuple(p.shape)) for p in ddp.parameters()):
+        warnings.warn(_nothing_compressed(bound, ddp), stacklevel=2)
+    ddp.register_comm_hook(bound, hook)
+    return bound
 
 
 def _prepare(ddp: DDP, hook: Callable[..., Any], state: HookState | None) -> HookState:
-    if hook not in HOOKS:
+    """The state, bound to the model."""
+    if not any(hook is known for known in HOOKS):
         names = ", ".join(known.__name__ for known in HOOKS)
         raise TypeError(f"hook is {getattr(hook, '__name__', hook)!r}; it must be one of {names}")
     state_type = HOOKS[hook]
@@ -55,28 +64,28 @@ def _prepare(ddp: DDP, hook: Callable[..., Any], state: HookState | None) -> Hoo
         state = state_type()
     if not isinstance(state, state_type):
         raise TypeError(f"state is {state!r}; {hook.__name__} takes a {state_type.__name__}")
-    if ddp._comm_hooks:
-        raise ValueError(f"the model has a hook already: {ddp._comm_hooks[0][0].__name__}")
+    registered = ddp._get_ddp_logging_data().get("comm_hook")  # also torch's builtin ones, which _comm_hooks lacks
+    if registered:
+        raise ValueError(f"the model has a hook already: {registered}")
+    if find_models(lambda other: any(s is state for _, s in other._comm_hooks)):
+        raise ValueError(one_model_only(state))
     bind(state, ddp)
     return state
 
 
-def _agree(ddp: DDP, problem: str | None, config: dict[str, object]) -> None:
-    """Raise on all ranks what is wrong on any."""
-    group = ddp.process_group
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, (problem, config), group=group)
-    wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everyone) if text]
-    if not wrong:
-        first = everyone[0][1]
-        wrong = [
-            f"{name} is {first.get(name)!r} on rank 0 and {other.get(name)!r} on rank {rank}"
-            for rank, (_, other) in enumerate(everyone)
-            for name in sorted(first.keys() | other.keys())
-            if first.get(name) != other.get(name)
-        ]
-    if wrong:
-        raise ValueError("; ".join(wrong))
+def _config(hook: Callable[..., Any], state: HookState) -> dict[str, object]:
+    """What decides which collectives the hook makes."""
+    options = {name: getattr(state, name) for name in ("executor", "check_replicas_every", "step")}
+    return {"hook": hook.__name__, "state": type(state).__name__} | state.config() | options
+
+
+def _agree(ddp: DDP, config: dict[str, object], problem: str | None) -> None:
+    try:
+        agree(ddp, config, problem)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "commhooks.register: a rank of the model has ended, or has not called it within the group's timeout"
+        ) from error
 
 
 def _nothing_compressed(state: PowerSGDState, ddp: DDP) -> str:

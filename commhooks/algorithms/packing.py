@@ -21,11 +21,13 @@ class Packing:
     """
 
     def __init__(self, layout: Layout, min_numel: int, alignment: int) -> None:
-        self.riders = [x for x in layout.slices if len(x.shape) < 2 or x.numel < max(1, min_numel)]
+        self.riders: list[Slice] = []
         self.packed: list[tuple[Slice, int]] = []  # and where it begins in M
         self.numel = 0
         for x in layout.slices:
-            if x not in self.riders:
+            if len(x.shape) < 2 or x.numel < max(1, min_numel):
+                self.riders.append(x)
+            else:
                 self.packed.append((x, self.numel))
                 self.numel += -(-x.numel // alignment) * alignment
         self._is_dense = self.numel == sum(x.numel for x, _ in self.packed)

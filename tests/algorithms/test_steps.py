@@ -13,8 +13,8 @@ from commhooks.algorithms.powersgd import powersgd
 from commhooks.algorithms.topk import topk
 from commhooks.simulate import Simulation
 
-# Sides are multiples of 16, so that every parameter and factor begins at 64 bytes in any bucket: how the CPU's matrix products
-# round depends on the alignment.
+# Sides are multiples of 16, so that every parameter and factor begins at 64 bytes in any bucket: how the CPU's matrix
+# products round depends on the alignment.
 SHAPES = [(32, 16), (16,), (48, 32), (16, 4, 4)]
 BUCKETS = [["p3", "p2"], ["p1", "p0"]]
 # What is selected or who owns which part depends on the buckets.
@@ -116,7 +116,7 @@ def test_other_numbers_of_ranks_owe_the_same(case, new_world_size):
         (lambda parts: parts[:2], r"of ranks \[0, 1\]; they must be of all 3"),
         (lambda parts: [parts[0], parts[0], parts[2]], "each once"),
         (lambda parts: [parts[0] | {"step": 9}, *parts[1:]], "step is 9 and 1"),
-        (lambda parts: [], "state_dicts is empty"),
+        (lambda _: [], "state_dicts is empty"),
         (lambda parts: [{"model": 1}, *parts[1:]], "no state dict"),
     ],
 )
@@ -136,7 +136,7 @@ def test_new_world_size_is_checked():
     ("make", "shapes", "world_size", "message"),
     [
         (lambda: PowerSGDState(None, 3, 0), SHAPES, 2, "matrix_approximation_rank: 2 in it, 3 here"),
-        (lambda: TopKState(), SHAPES, 2, "state: PowerSGDState in it, TopKState here"),
+        (TopKState, SHAPES, 2, "state: PowerSGDState in it, TopKState here"),
         (lambda: PowerSGDState(None, 2, 0), SHAPES[:3], 2, r"p3: shape \(16, 4, 4\).* in it, nothing here"),
         (
             lambda: PowerSGDState(None, 2, 0),
@@ -152,9 +152,9 @@ def test_a_state_dict_that_does_not_fit_is_refused(make, shapes, world_size, mes
     saved_from.step(gradients(0, 2))
     saved = saved_from.states[0].state_dict()
     ranks = Simulation(topk if isinstance(make(), TopKState) else powersgd, make, world_size)
+    ranks._attach(draw_gradients(shapes, 1, torch.float32, 1.0, 0)[0])
     with pytest.raises(ValueError, match=message):
         ranks.states[0].load_state_dict(saved)
-        ranks.step(draw_gradients(shapes, world_size, torch.float32, 1.0, 0))
 
 
 def test_another_ranks_part_is_refused():
@@ -165,7 +165,7 @@ def test_another_ranks_part_is_refused():
 
 
 def test_a_state_dict_before_the_model_is_known_is_refused():
-    with pytest.raises(RuntimeError, match="register the hook with commhooks.register"):
+    with pytest.raises(RuntimeError, match="does not know its model"):
         CastState().state_dict()
 
 
