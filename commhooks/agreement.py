@@ -8,10 +8,18 @@ import torch
 from torch import Tensor, distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from commhooks.state import HookState
+
 T = TypeVar("T")
 
 # Where these differ, so do DDP's own collectives.
 DDP_OPTIONS = ("bucket_bytes_cap", "find_unused_parameters", "static_graph", "broadcast_buffers")
+
+
+def configuration(hook: str, state: HookState) -> dict[str, object]:
+    """What decides which collectives the hook of this name makes."""
+    options = {name: getattr(state, name) for name in ("executor", "check_replicas_every", "step")}
+    return {"hook": hook, "state": type(state).__name__} | state.config() | options
 
 
 def agree(ddp: DDP, config: Mapping[str, object], problem: str | None = None) -> None:
@@ -21,7 +29,7 @@ def agree(ddp: DDP, config: Mapping[str, object], problem: str | None = None) ->
 
     Args:
         ddp: the model.
-        config: what must be the same on every rank, by name.
+        config: what must be the same on every rank, by name; the hook's `configuration`.
         problem: what is wrong on this rank; None if nothing is.
 
     Raises:

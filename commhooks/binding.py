@@ -9,6 +9,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.weak import WeakIdKeyDictionary
 
+from commhooks.agreement import agree, configuration
 from commhooks.bucket import Bucket, Layout, Slice, lay_out
 from commhooks.checkpoint import Model
 from commhooks.executor import Inline, Pipelined
@@ -102,16 +103,19 @@ def bind(state: HookState, ddp: DDP) -> Binding:
     return binding
 
 
-def find_and_bind(state: HookState, device: torch.device) -> Binding:
-    """Let `state` serve the model that registered it.
+def find_and_bind(state: HookState, hook: str, device: torch.device) -> Binding:
+    """Let `state` serve the model that registered it. All ranks do so in the same hook call.
 
     Raises:
-        ValueError: several models did; or its group has other ranks than the model's.
+        ValueError: several models did; or its group has other ranks than the model's; or the ranks differ in hook,
+            options or parameters.
     """
     models = find_models(lambda ddp: any(s is state for _, s in ddp._comm_hooks))
     if len(models) > 1:
         raise ValueError(one_model_only(state))
     state.binding = binding = Binding(state, models[0] if models else None, device)
+    if models:
+        agree(models[0], configuration(hook, state))
     return binding
 
 
@@ -122,12 +126,12 @@ _models = WeakIdKeyDictionary()
 
 
 def implicit_state(
-    state_type: type[HookState], group: dist.ProcessGroup | None, grad_bucket: dist.GradBucket
+    state_type: type[HookState], hook: str, group: dist.ProcessGroup | None, grad_bucket: dist.GradBucket
 ) -> HookState:
     """The state of a hook that was registered without one: made at the model's first bucket, then the same.
 
     Raises:
-        ValueError: it is not clear which model the bucket comes from.
+        ValueError: it is not clear which model the bucket comes from; or the ranks differ in hook or parameters.
     """
     parameter = grad_bucket.parameters()[0]
     model = _models[parameter]() if parameter in _models else None
@@ -143,6 +147,7 @@ def implicit_state(
     if model not in _implicit_states:
         state = state_type(process_group=group)
         bind(state, model)
+        agree(model, configuration(hook, state))
         _implicit_states[model] = state
     return _implicit_states[model]
 

@@ -97,13 +97,14 @@ MADE_FOR_NONE = (HookState, CastState)  # states that are made where a hook is g
 def _run(
     algorithm: Algorithm, state_type: type[HookState], state: object, grad_bucket: dist.GradBucket
 ) -> Future[Tensor]:
+    hook = f"{algorithm.__name__}_hook"
     if state_type in MADE_FOR_NONE and (state is None or isinstance(state, dist.ProcessGroup)):
-        state = implicit_state(state_type, state, grad_bucket)
+        state = implicit_state(state_type, hook, state, grad_bucket)
     if not isinstance(state, state_type):
-        raise TypeError(f"{algorithm.__name__}_hook takes a {state_type.__name__}, not {state!r}")
+        raise TypeError(f"{hook} takes a {state_type.__name__}, not {state!r}")
     binding = state.binding
     if binding is None or not binding.is_alive():
-        binding = find_and_bind(state, grad_bucket.buffer().device)
+        binding = find_and_bind(state, hook, grad_bucket.buffer().device)
     if grad_bucket.index() == 0 and state.wants_replicas_checked():
         check_replicas(binding.model())
     return binding.executor.run(algorithm, binding.bucket(grad_bucket))

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from commhooks.agreement import agree
+from commhooks.agreement import agree, configuration
 from commhooks.algorithms.powersgd import PowerSGDState
 from commhooks.binding import bind, find_models, one_model_only
 from commhooks.hooks import HOOKS, MADE_FOR_NONE
@@ -38,7 +38,7 @@ def register(ddp: DDP, hook: Callable[..., Any], state: HookState | None = None)
     bound, problem, config = None, None, {}
     try:
         bound = _prepare(ddp, hook, state)
-        config = _config(hook, bound)
+        config = configuration(hook.__name__, bound)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
         problem = str(error) or repr(error)
     try:
@@ -71,12 +71,6 @@ def _prepare(ddp: DDP, hook: Callable[..., Any], state: HookState | None) -> Hoo
         raise ValueError(one_model_only(state))
     bind(state, ddp)
     return state
-
-
-def _config(hook: Callable[..., Any], state: HookState) -> dict[str, object]:
-    """What decides which collectives the hook makes."""
-    options = {name: getattr(state, name) for name in ("executor", "check_replicas_every", "step")}
-    return {"hook": hook.__name__, "state": type(state).__name__} | state.config() | options
 
 
 def _agree(ddp: DDP, config: dict[str, object], problem: str | None) -> None:

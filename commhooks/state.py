@@ -96,12 +96,19 @@ class HookState:
         self._loaded: checkpoint.StateDict | None = None  # until the model is known
         self._bytes_sent = 0.0
         self._dense_bytes = 0.0
+        if track_error and type(self) is HookState:
+            raise ValueError("track_error is True; for a HookState, which compresses nothing, it must be False")
 
-    def keep_residuals(self) -> None:
-        self.feedback = self.own["residual"] = ErrorFeedback()
+    def feed_back(self, use_error_feedback: bool) -> None:
+        """Keep residuals, or do not."""
+        self.use_error_feedback = use_error_feedback
+        if use_error_feedback:
+            self.feedback = self.own["residual"] = ErrorFeedback()
+        elif self.track_error:
+            raise ValueError("track_error is True; with use_error_feedback=False it must be False")
 
     def config(self) -> dict[str, object]:
-        """The options that must be the same on every rank, and after a resume."""
+        """The options that results depend on: the same on every rank, and after a resume."""
         return {"start_iter": self.start_iter}
 
     @property
@@ -110,15 +117,15 @@ class HookState:
         self._settle()
         return self._step
 
-    def reduces_exactly(self, bucket: Bucket) -> bool:
-        """True in the warm-up, and for gradients that no compressor here takes: sparse and complex ones."""
-        buffer = bucket.buffer
-        return self.step < self.start_iter or buffer.layout != torch.strided or not buffer.is_floating_point()
-
     @step.setter
     def step(self, step: int) -> None:
         self._verdict = None
         self._step = step
+
+    def reduces_exactly(self, bucket: Bucket) -> bool:
+        """True in the warm-up, and for gradients that no compressor here takes: sparse and complex ones."""
+        buffer = bucket.buffer
+        return self.step < self.start_iter or buffer.layout != torch.strided or not buffer.is_floating_point()
 
     def residual(self, bucket: Bucket) -> Tensor | None:
         """The bucket's residual, to be added to its gradient. None without error feedback."""

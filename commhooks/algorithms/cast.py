@@ -43,9 +43,7 @@ class CastState(HookState):
             raise ValueError(f"gradient_predivide_factor is {f}; it must be positive and finite, or None")
         self.gradient_predivide_factor = f
         self.accumulate = checked_choice("accumulate", accumulate, get_args(Accumulate))
-        self.use_error_feedback = use_error_feedback
-        if use_error_feedback:
-            self.keep_residuals()
+        self.feed_back(use_error_feedback)
 
     def config(self) -> dict[str, object]:
         names = ("use_error_feedback", "gradient_predivide_factor", "accumulate")

@@ -97,15 +97,13 @@ class PowerSGDState(HookState):
             )
         self.matrix_approximation_rank = checked_int("matrix_approximation_rank", matrix_approximation_rank, least=1)
         self.min_compression_rate = min_compression_rate
-        self.use_error_feedback = use_error_feedback
         self.warm_start = warm_start
         self.orthogonalization_epsilon = orthogonalization_epsilon
         self.random_seed = checked_int("random_seed", random_seed, least=0)
         self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
         self.wire_dtype = checked_choice("wire_dtype", wire_dtype, (None, *ops.WIRE_DTYPES))
         self.alternating = alternating
-        if use_error_feedback:
-            self.keep_residuals()
+        self.feed_back(use_error_feedback)
         if warm_start:
             self.common |= {side: self._factor_memory(side) for side in SIDES}
         self._fresh = {side: self._factor_memory(side) for side in SIDES}

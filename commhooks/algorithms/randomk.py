@@ -63,9 +63,7 @@ class RandomKState(HookState):
         self.wire_dtype = checked_choice("wire_dtype", wire_dtype, ops.WIRE_DTYPES)
         self.random_seed = checked_int("random_seed", random_seed, least=0)
         self.min_numel = checked_int("min_numel", min_numel, least=0)
-        self.use_error_feedback = use_error_feedback
-        if use_error_feedback:
-            self.keep_residuals()
+        self.feed_back(use_error_feedback)
         self.packings = PackingByLayout(self.min_numel)
         self._known_strata: WeakKeyDictionary[Packing, tuple[Tensor, Tensor]] = WeakKeyDictionary()
 

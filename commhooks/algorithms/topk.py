@@ -98,9 +98,7 @@ class TopKState(HookState):
         self.warmup_steps = checked_int("warmup_steps", warmup_steps, least=0)
         self.momentum = momentum
         self.min_numel = checked_int("min_numel", min_numel, least=0)
-        self.use_error_feedback = use_error_feedback
-        if use_error_feedback:
-            self.keep_residuals()
+        self.feed_back(use_error_feedback)
         if momentum:
             self.own["velocity"] = ParameterMemory(lambda x: x.numel, lambda _, piece: piece.zero_())
         alignment = self.block_size if self.selection == "block" else 1

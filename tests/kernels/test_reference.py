@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 
 from commhooks.triton_kernels.reference import Factor, Side, keep_factor_, largest, magnitudes, orthogonalize
 
@@ -51,6 +51,9 @@ def test_rows_are_orthonormal_or_zero(rank, n, true_rank, exponent, seed):
     generator = torch.Generator().manual_seed(seed)
     left, right = torch.randn(rank, true_rank, generator=generator), torch.randn(true_rank, n, generator=generator)
     x = left @ right * 10.0**exponent
+    # Behind nearly parallel rows nobody can tell dependent ones: their rounding errors have grown too much.
+    pivots = torch.linalg.qr(x.double().t() / x.abs().amax(1).clamp_min(1e-30), mode="r").R.diagonal().abs()
+    assume(not ((pivots > 1e-6) & (pivots < 1e-2)).any())
     (x,), (dependent,) = orthonormal(x)
     gram = x.double() @ x.double().t()
     assert (gram - torch.diag((~dependent).double())).abs().max() <= 1e-3
