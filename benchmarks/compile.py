@@ -86,16 +86,15 @@ def cases() -> list[Case]:
 def _cast_cases() -> list[Case]:
     found: list[Case] = []
     for gradient, size in (("fp32", 4), ("bf16", 2)):
+        back = ("*bf16", f"*{gradient}", "i32", "fp32")
+        block = {"BLOCK": cast.BLOCK}
+        found.append(Case(f"from_wire_ {gradient}", cast._from_wire, back, block, cast.WARPS, size + 2, size + 2))
+        there = (f"*{gradient}", "*fp32", "*bf16", "*fp32", "i32", "fp32")
         for residual in (True, False):
-            constants = {"HAS_RESIDUAL": residual, "BLOCK": cast.BLOCK}
+            constants = {"HAS_RESIDUAL": residual} | block
             moved = size + 2 + (8 if residual else 0)
             of = f"{gradient}{', residual' if residual else ''}"
-            there = (f"*{gradient}", "*fp32", "*bf16", "*fp32", "i32", "fp32")
-            back = ("*bf16", f"*{gradient}", "*fp32", "*fp32", "*fp32", "i32", "fp32")
-            found += [
-                Case(f"to_wire {of}", cast._to_wire, there, constants, cast.WARPS, moved, moved),
-                Case(f"from_wire_ {of}", cast._from_wire, back, constants, cast.WARPS, moved, moved),
-            ]
+            found.append(Case(f"to_wire {of}", cast._to_wire, there, constants, cast.WARPS, moved, moved))
     return found
 
 
@@ -127,7 +126,7 @@ def _factor_cases() -> list[Case]:
              wide=False),
         Case("largest", powersgd._largest, ("*bf16", "*i32", "i32"), {"BLOCK": powersgd.LARGEST_BLOCK}, 8, 2, 2),
         Case("keep_factor_", powersgd._keep_factor,
-             ("*fp32", "*bf16", "*fp32", "*i8", "*fp32", "*fp32", "*i64", "*i64", "fp32"), chunk, 4, wide=False),
+             ("*fp32", "*bf16", "*fp32", "*i8", "*fp32", "*i64", "*i64", "fp32"), chunk, 4, wide=False),
     ]  # fmt: skip
     for rank in RANKS:
         constants = powersgd.orthogonalize_constants(rank)
@@ -144,7 +143,6 @@ def _factor_cases() -> list[Case]:
             "*fp32",
             "*fp32",
             f"*{gradient}",
-            "*fp32",
             "*fp32",
             "*i64",
         )

@@ -62,19 +62,16 @@ def _copy(shapes: BucketShapes, device: torch.device) -> list[Case]:
 
 def _cast(implementation: str, shapes: BucketShapes, device: torch.device) -> Iterator[Case]:
     module = MODULES[implementation]["cast"]
-    plain, gradient, out = (random_gradient(shapes, device) for _ in range(3))
+    plain, gradient = (random_gradient(shapes, device) for _ in range(2))
     residual = _residual(shapes, device)
-    wire, rest = module.to_wire(gradient.clone(), residual, RANKS, WIRE)
-    worst = torch.ones((), device=device)
-    if out.dtype == rest.dtype:
-        rest = out  # as in the hook, where both are the bucket's buffer
+    rest = torch.empty_like(residual)
+    wire = module.to_wire(gradient.clone(), residual, RANKS, WIRE, rest)
     one_way, both_ways = _nbytes(plain, wire), _nbytes(plain, wire, residual, residual)
 
     names = iter(CAST_OPERATIONS)
-    yield Case(next(names), implementation, lambda: module.to_wire(plain, None, RANKS, WIRE), one_way)
-    yield Case(next(names), implementation, lambda: module.to_wire(gradient, residual, RANKS, WIRE), both_ways)
-    yield Case(next(names), implementation, lambda: module.from_wire_(wire, 1, plain, None, None, None), one_way)
-    yield Case(next(names), implementation, lambda: module.from_wire_(wire, 1, out, residual, rest, worst), both_ways)
+    yield Case(next(names), implementation, lambda: module.to_wire(plain, None, RANKS, WIRE, None), one_way)
+    yield Case(next(names), implementation, lambda: module.to_wire(gradient, residual, RANKS, WIRE, rest), both_ways)
+    yield Case(next(names), implementation, lambda: module.from_wire_(wire, 1, plain), one_way)
 
 
 def powersgd_state(**options: Any) -> commhooks.PowerSGDState:
@@ -91,7 +88,7 @@ def _powersgd(implementation: str, shapes: BucketShapes, device: torch.device) -
     p, lost = module.orthogonalize(wire, plan.p, 0.0, dtype)
     _, new_q, sent_q = module.project_t(m, None, p, plan, RANKS, dtype, with_vectors=False)
     vectors = wire[plan.p.numel :]
-    scales, worst = module.magnitudes(new_q, plan.q, vectors)
+    scales, _ = module.magnitudes(new_q, plan.q, vectors)
     mean = ops.Factors(p, new_q, vectors)
     sent = ops.Factors(p, sent_q, sent_p[plan.p.numel :])
     out = m if gradient.dtype == m.dtype else random_gradient(shapes, device)
@@ -115,12 +112,12 @@ def _powersgd(implementation: str, shapes: BucketShapes, device: torch.device) -
     yield case("magnitudes", lambda: module.magnitudes(new_q, plan.q, vectors), _nbytes(new_q, vectors))
     yield case(
         "keep_factor_",
-        lambda: module.keep_factor_(q, new_q, plan.q, scales, lost, fresh, worst),
+        lambda: module.keep_factor_(q, new_q, plan.q, scales, lost, fresh),
         _nbytes(q, new_q),
     )
     yield case(
         "reconstruct_",
-        lambda: module.reconstruct_(m, plan, mean, sent, out, kept_residual, worst),
+        lambda: module.reconstruct_(m, plan, mean, sent, out, kept_residual),
         _nbytes(m, out, kept_residual, *mean, *sent[1:]),
     )
 

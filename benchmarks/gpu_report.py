@@ -15,7 +15,7 @@ from benchmarks.gpu_shapes import MIB, BucketShapes
 from benchmarks.gpu_timing import Case, Measured
 
 KERNELS, COMPOSITION, TORCH_HOOK = "kernels", "plain torch", "torch's hook"
-CAST_OPERATIONS = ("to_wire", "to_wire, residual", "from_wire_", "from_wire_, residual")
+CAST_OPERATIONS = ("to_wire", "to_wire, residual", "from_wire_")
 FULL_STEP, POWERSGD_HOOK = "PowerSGD full step", "powersgd_hook"
 STREAMING_BYTES = 20 * MIB  # of buckets that are long enough to be held to the bandwidth of a large copy
 

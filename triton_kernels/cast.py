@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from commhooks.triton_kernels.reference import FLOATS, check, compute_dtype
+from commhooks.triton_kernels.reference import FLOATS, check
 from commhooks.triton_kernels.rounding import LAUNCH, round_to, widen
 
 # 16 elements a thread of 4 warps, 8 on AMD with its warps of 64: loads of 16 bytes even of bfloat16. And still 128
@@ -44,45 +44,39 @@ def _to_wire_block(
 
 
 @triton.jit
-def _from_wire(wire, out, residual, rest, worst, numel, divisor, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _from_wire(wire, out, numel, divisor, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     if start + BLOCK <= numel:
-        _from_wire_block(wire, out, residual, rest, worst, start, numel, divisor, HAS_RESIDUAL, BLOCK, False)
+        _from_wire_block(wire, out, start, numel, divisor, BLOCK, False)
     else:
-        _from_wire_block(wire, out, residual, rest, worst, start, numel, divisor, HAS_RESIDUAL, BLOCK, True)
+        _from_wire_block(wire, out, start, numel, divisor, BLOCK, True)
 
 
 @triton.jit
-def _from_wire_block(
-    wire, out, residual, rest, worst, start, numel, divisor,
-    HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def _from_wire_block(wire, out, start, numel, divisor, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     i = start + tl.arange(0, BLOCK)
     inside = i < numel if MASKED else None
-    if HAS_RESIDUAL:
-        # Before `out` is written, which `rest` may be.
-        if tl.abs(widen(tl.load(worst))) < float("inf"):
-            tl.store(residual + i, tl.load(rest + i, inside), inside)
     x = tl.div_rn(widen(tl.load(wire + i, inside)), divisor)
     tl.store(out + i, round_to(x, out.dtype.element_ty), inside)
 
 
 def to_wire(
-    gradient: Tensor, residual: Tensor | None, divisor: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+    gradient: Tensor, residual: Tensor | None, divisor: float, dtype: torch.dtype, rest: Tensor | None
+) -> Tensor:
     """wire = (gradient + residual) / divisor, rounded to nearest even into `dtype`; NaN stays NaN.
 
     With gradient [1.0, 257.0], residual [0.5, 1.0], divisor 1, bfloat16: wire [1.5, 258.0], rest [0, 0];
     without the residual 257 becomes 256 (bfloat16 has 8 bits; a tie goes to even).
 
     Args:
-        gradient: (numel,), float32, bfloat16 or float16. With a residual and of float32 it is overwritten by the rest.
-        residual: (numel,), float32, or None. Not changed.
+        gradient: (numel,), float32, bfloat16 or float16.
+        residual: (numel,), float32, or None.
         divisor: divided by in float32.
         dtype: float32, bfloat16 or float16.
+        rest: (numel,), float32, overwritten by what of the sum the wire does not carry; None without a residual.
 
     Returns:
-        The wire tensor (numel,); and, with a residual, what of the sum the wire does not carry (numel,), float32.
+        The wire tensor (numel,).
 
     Raises:
         ValueError: a tensor is of another dtype, not contiguous, or of another length; the message names it.
@@ -93,13 +87,12 @@ def to_wire(
     numel = gradient.numel()
     check("gradient", gradient, FLOATS, numel)
     check("residual", residual, (torch.float32,), numel)
+    check("rest", rest, (torch.float32,), numel)
+    if (residual is None) != (rest is None):
+        raise ValueError("residual, rest: one of them is None; they must be given together")
     if dtype not in FLOATS:
         raise ValueError(f"dtype is {dtype}; it must be one of {FLOATS}")
     wire = torch.empty(numel, dtype=dtype, device=gradient.device)
-    rest = None
-    if residual is not None:
-        same = gradient.dtype == compute_dtype(gradient.dtype)
-        rest = gradient if same else torch.empty(numel, dtype=torch.float32, device=gradient.device)
     if numel:
         grid = (triton.cdiv(numel, BLOCK),)
         _to_wire[grid](
@@ -114,13 +107,11 @@ def to_wire(
             **LAUNCH,
             num_warps=WARPS,
         )
-    return wire, rest
+    return wire
 
 
-def from_wire_(
-    wire: Tensor, divisor: float, out: Tensor, residual: Tensor | None, rest: Tensor | None, worst: Tensor | None
-) -> None:
-    """out = wire / divisor, in out's dtype; and residual = rest, if the scalar `worst` is finite.
+def from_wire_(wire: Tensor, divisor: float, out: Tensor) -> None:
+    """out = wire / divisor, in out's dtype.
 
     With wire [3.0, 5.0] and divisor 2: out [1.5, 2.5].
 
@@ -128,25 +119,14 @@ def from_wire_(
         wire: (numel,), float32, bfloat16 or float16.
         divisor: divided by in float32.
         out: (numel,), float32, bfloat16 or float16: overwritten.
-        residual, rest: (numel,), float32; the residual is overwritten if `worst` is finite. `rest` may be `out` itself.
-        worst: the largest magnitude that was received, a scalar tensor.
-            These three come together, or are all None.
 
     Raises:
         ValueError: a tensor is of another dtype, not contiguous, or of another length; the message names it.
 
-    Bytes an element, bfloat16 to float32: 14 with a residual, 6 without.
+    Bytes an element, bfloat16 to float32: 6.
     """
     numel = wire.numel()
     check("wire", wire, FLOATS, numel)
     check("out", out, FLOATS, numel)
-    check("residual", residual, (torch.float32,), numel)
-    check("rest", rest, (torch.float32,), numel)
-    if not (residual is None) == (rest is None) == (worst is None):
-        raise ValueError("residual, rest and worst: some are None; they must be given together")
     if numel:
-        grid = (triton.cdiv(numel, BLOCK),)
-        has_residual = residual is not None
-        _from_wire[grid](
-            wire, out, residual, rest, worst, numel, float(divisor), has_residual, BLOCK, **LAUNCH, num_warps=WARPS
-        )
+        _from_wire[(triton.cdiv(numel, BLOCK),)](wire, out, numel, float(divisor), BLOCK, **LAUNCH, num_warps=WARPS)

@@ -231,17 +231,16 @@ def _largest(x, slot, numel, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _keep_factor(kept, new, scales, lost, fresh, worst, chunks, factors, tiny, CHUNK: tl.constexpr):
-    if tl.abs(widen(tl.load(worst))) < float("inf"):
-        chunk = chunks + tl.program_id(0).to(tl.int64) * 4
-        factor = tl.load(chunk + 2)
-        i = tl.load(chunk) + tl.arange(0, CHUNK)
-        inside = tl.arange(0, CHUNK) < tl.load(chunk + 1)
-        row = (i - tl.load(chunk + 3)) // tl.load(factors + factor * 4 + 2)
-        gone = tl.load(lost + tl.load(factors + factor * 4 + 3) + row, inside, other=0)
-        scale = tl.maximum(tl.load(scales + factor), tiny)
-        x = tl.div_rn(widen(tl.load(new + i, inside, other=0.0)), scale)
-        tl.store(kept + i, tl.where(gone != 0, tl.load(fresh + i, inside, other=0.0), x), inside)
+def _keep_factor(kept, new, scales, lost, fresh, chunks, factors, tiny, CHUNK: tl.constexpr):
+    chunk = chunks + tl.program_id(0).to(tl.int64) * 4
+    factor = tl.load(chunk + 2)
+    i = tl.load(chunk) + tl.arange(0, CHUNK)
+    inside = tl.arange(0, CHUNK) < tl.load(chunk + 1)
+    row = (i - tl.load(chunk + 3)) // tl.load(factors + factor * 4 + 2)
+    gone = tl.load(lost + tl.load(factors + factor * 4 + 3) + row, inside, other=0)
+    scale = tl.maximum(tl.load(scales + factor), tiny)
+    x = tl.div_rn(widen(tl.load(new + i, inside, other=0.0)), scale)
+    tl.store(kept + i, tl.where(gone != 0, tl.load(fresh + i, inside, other=0.0), x), inside)
 
 
 @triton.jit
@@ -255,7 +254,6 @@ def _reconstruct(
     sent_vectors,
     out,
     residual,
-    worst,
     tiles,
     HAS_RESIDUAL: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -264,31 +262,28 @@ def _reconstruct(
 ):
     tile = tiles + tl.program_id(0).to(tl.int64) * 8
     if tl.load(tile + 3) == 0:
-        _reconstruct_vector(m, mean_vectors, sent_vectors, out, residual, worst, tile, HAS_RESIDUAL, ROWS * COLS)
+        _reconstruct_vector(m, mean_vectors, sent_vectors, out, residual, tile, HAS_RESIDUAL, ROWS * COLS)
     else:
-        _reconstruct_matrix(
-            m, mean_p, mean_q, sent_p, sent_q, out, residual, worst, tile, HAS_RESIDUAL, ALIGN, ROWS, COLS
-        )
+        _reconstruct_matrix(m, mean_p, mean_q, sent_p, sent_q, out, residual, tile, HAS_RESIDUAL, ALIGN, ROWS, COLS)
 
 
 @triton.jit
 def _reconstruct_vector(
-    m, mean, sent, out, residual, worst, tile, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+    m, mean, sent, out, residual, tile, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     i = tl.load(tile + 7) + tl.arange(0, BLOCK)
     inside = i < tl.load(tile + 2)
     at, packed = tl.load(tile) + i, tl.load(tile + 4) + i
     if HAS_RESIDUAL:
-        if tl.abs(widen(tl.load(worst))) < float("inf"):
-            left = tl.load(m + at, inside, other=0.0) - tl.load(sent + packed, inside, other=0.0)
-            tl.store(residual + at, left, inside)
+        left = tl.load(m + at, inside, other=0.0) - tl.load(sent + packed, inside, other=0.0)
+        tl.store(residual + at, left, inside)
     x = widen(tl.load(mean + packed, inside, other=0.0))
     tl.store(out + at, round_to(x, out.dtype.element_ty), inside)
 
 
 @triton.jit
 def _reconstruct_matrix(
-    m, mean_p, mean_q, sent_p, sent_q, out, residual, worst, tile,
+    m, mean_p, mean_q, sent_p, sent_q, out, residual, tile,
     HAS_RESIDUAL: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """A tile of P Q^T of the means, and of M - P Q^T of what was sent."""
@@ -301,13 +296,12 @@ def _reconstruct_matrix(
     at = offset + row[:, None] * cols + col[None, :]
     p, q = tl.load(tile + 4) + row, tl.load(tile + 5) + col
     if HAS_RESIDUAL:
-        if tl.abs(widen(tl.load(worst))) < float("inf"):
-            left = tl.load(m + at, inside, other=0.0)
-            for k in range(rank):
-                p_k = tl.load(sent_p + p + k * rows, row < rows, other=0.0)
-                q_k = tl.load(sent_q + q + k * cols, col < cols, other=0.0)
-                left -= p_k[:, None] * q_k[None, :]
-            tl.store(residual + at, left, inside)
+        left = tl.load(m + at, inside, other=0.0)
+        for k in range(rank):
+            p_k = tl.load(sent_p + p + k * rows, row < rows, other=0.0)
+            q_k = tl.load(sent_q + q + k * cols, col < cols, other=0.0)
+            left -= p_k[:, None] * q_k[None, :]
+        tl.store(residual + at, left, inside)
     mean = tl.zeros((ROWS, COLS), tl.float32)
     for k in range(rank):
         p_k = widen(tl.load(mean_p + p + k * rows, row < rows, other=0.0))
@@ -533,10 +527,8 @@ def largest(x: Tensor) -> Tensor:
     return slot.view(torch.float32)
 
 
-def keep_factor_(
-    kept: Tensor, new: Tensor, side: Side, scales: Tensor, lost: Tensor, fresh: Tensor, worst: Tensor
-) -> None:
-    """If `worst` is finite, `kept` becomes `new`, each factor divided by its scale, and its `lost` rows `fresh`.
+def keep_factor_(kept: Tensor, new: Tensor, side: Side, scales: Tensor, lost: Tensor, fresh: Tensor) -> None:
+    """`kept` becomes `new`, each factor divided by its scale, and its `lost` rows `fresh`.
 
     With one factor, new [[2, -4], [0, 0]], scale 4, lost [False, True], fresh all 9: kept [[0.5, -1], [9, 9]].
     One launch.
@@ -548,7 +540,6 @@ def keep_factor_(
         scales: (factors,), float32.
         lost: bool, a row's after the other's.
         fresh: the packed factors, float32.
-        worst: scalar.
 
     Raises:
         ValueError: a tensor is of another dtype, not contiguous or too short; it says which.
@@ -562,15 +553,13 @@ def keep_factor_(
     if len(tables.chunks):
         tiny = torch.finfo(torch.float32).tiny
         _keep_factor[(len(tables.chunks),)](
-            kept, new, scales, lost.view(torch.int8), fresh, worst, tables.chunks, tables.factors, tiny, CHUNK,
+            kept, new, scales, lost.view(torch.int8), fresh, tables.chunks, tables.factors, tiny, CHUNK,
             **LAUNCH, num_warps=4,
         )  # fmt: skip
 
 
-def reconstruct_(
-    m: Tensor, plan: Plan, mean: Factors, sent: Factors, out: Tensor, residual: Tensor | None, worst: Tensor
-) -> None:
-    """out = P Q^T of the mean factors; residual = M - P Q^T of what this rank sent, if `worst` is finite. One launch.
+def reconstruct_(m: Tensor, plan: Plan, mean: Factors, sent: Factors, out: Tensor, residual: Tensor | None) -> None:
+    """out = P Q^T of the mean factors; residual = M - P Q^T of what this rank sent. One launch.
 
     With M = [[1, 2], [3, 4]], mean and sent P = [[1], [0]], Q = [[1], [2]]: out [[1, 2], [0, 0]], residual
     [[0, 0], [3, 4]].
@@ -581,8 +570,7 @@ def reconstruct_(
         mean: float32, bfloat16 or float16.
         sent: float32.
         out: float32, bfloat16 or float16: overwritten.
-        residual: float32, or None; overwritten if `worst` is finite.
-        worst: scalar.
+        residual: float32, overwritten; or None.
 
     Raises:
         ValueError: a tensor is of another dtype, not contiguous or too short; it says which.
@@ -600,6 +588,6 @@ def reconstruct_(
         check(f"sent.{name}", x, (torch.float32,), numel)
     if len(tables.reconstruct):
         _reconstruct[(len(tables.reconstruct),)](
-            m, *mean, *sent, out, residual, worst, tables.reconstruct, residual is not None, tables.align,
+            m, *mean, *sent, out, residual, tables.reconstruct, residual is not None, tables.align,
             TILE_OUT_ROWS, TILE_OUT_COLS, **LAUNCH, num_warps=8,
         )  # fmt: skip

@@ -152,36 +152,25 @@ def largest(x: Tensor) -> Tensor:
     return torch.maximum(-smallest, greatest)
 
 
-def keep_(kept: Tensor, new: Tensor, worst: Tensor) -> None:
-    """`kept` becomes `new` if the scalar `worst` is finite, else it stays as it is."""
-    if kept.is_cuda:
-        torch.where(worst.isfinite(), new, kept, out=kept)
-    elif worst.isfinite():
-        kept.copy_(new)
-
-
 def to_wire(
-    gradient: Tensor, residual: Tensor | None, divisor: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+    gradient: Tensor, residual: Tensor | None, divisor: float, dtype: torch.dtype, rest: Tensor | None
+) -> Tensor:
     """wire = (gradient + residual) / divisor, rounded to nearest even into `dtype`; NaN stays NaN.
 
-    Returns:
-        The wire tensor; and, if there is a residual, what of the sum the wire does not carry, in the compute dtype: in
-        `gradient`'s own memory where it has that. The residual is not changed.
+    Args:
+        gradient: may be overwritten if there is a residual.
+        rest: with a residual, becomes what of the sum the wire does not carry.
     """
     m = gradient.to(compute_dtype(gradient.dtype))
-    if residual is None:
-        return m.div(divisor).to(dtype), None
+    if residual is None or rest is None:
+        return m.div(divisor).to(dtype)
     wire = m.add_(residual).div(divisor).to(dtype)
-    return wire, m.sub_(wire, alpha=divisor)
+    torch.sub(m, wire, alpha=divisor, out=rest)
+    return wire
 
 
-def from_wire_(
-    wire: Tensor, divisor: float, out: Tensor, residual: Tensor | None, rest: Tensor | None, worst: Tensor | None
-) -> None:
-    """out = wire / divisor; residual = rest, if the scalar `worst` is finite. `rest` may be `out` itself."""
-    if residual is not None and rest is not None and worst is not None:
-        keep_(residual, rest, worst)
+def from_wire_(wire: Tensor, divisor: float, out: Tensor) -> None:
+    """out = wire / divisor."""
     if divisor == 1:
         out.copy_(wire)
     else:
@@ -320,9 +309,8 @@ def keep_factor_(
     scales: Tensor,
     lost: Tensor,
     fresh: Tensor,
-    worst: Tensor,
 ) -> None:
-    """If `worst` is finite, `kept` becomes `new`, each factor divided by its scale, and its `lost` rows `fresh`.
+    """`kept` becomes `new`, each factor divided by its scale, and its `lost` rows `fresh`.
 
     A row lost to a rank-deficient matrix would stay zero for ever: it is M times zero. The scale, of `magnitudes`,
     keeps the next product from squaring the gradient's magnitude; it changes no result, for that product is
@@ -332,48 +320,36 @@ def keep_factor_(
         kept, new, fresh: packed factors; `new` of any float dtype.
         scales: (factors,).
         lost: bool, of `orthogonalize`.
-        worst: scalar.
     """
-    if not kept.is_cuda and not worst.isfinite():
-        return
     scaled = [x.to(kept.dtype) for x in side.of(new)]
     scaled = list(torch._foreach_div(scaled, list(scales.clamp_min(torch.finfo(kept.dtype).tiny).unbind())))
     if kept.is_cuda or lost.any():
         rows = lost.split(side.ranks)
         drawn = side.of(fresh)
         scaled = [torch.where(gone[:, None], x, y) for x, y, gone in zip(drawn, scaled, rows, strict=True)]
-    keep_(kept, torch.cat([x.flatten() for x in scaled]), worst)
+    torch.cat([x.flatten() for x in scaled], out=kept)
 
 
-def reconstruct_(
-    m: Tensor, plan: Plan, mean: Factors, sent: Factors, out: Tensor, residual: Tensor | None, worst: Tensor
-) -> None:
-    """out = P Q^T of the mean factors; residual = M - P Q^T of what this rank sent, if `worst` is finite.
+def reconstruct_(m: Tensor, plan: Plan, mean: Factors, sent: Factors, out: Tensor, residual: Tensor | None) -> None:
+    """out = P Q^T of the mean factors; residual = M - P Q^T of what this rank sent.
 
     Args:
         m: overwritten; it may be `out` itself.
         mean: of any float dtype.
         sent: in the compute dtype.
-        worst: scalar; if it is not finite the residual stays as it was.
+        residual: overwritten, or None.
     """
-    rest = None
-    if residual is not None and residual.is_cuda:
-        rest = torch.empty_like(residual)  # kept or not below
-    elif residual is not None and worst.isfinite():
-        rest = residual
     mean = Factors(*(x.to(m.dtype) for x in mean))
     for x in plan.matrices:  # both products while M is in the cache
-        if rest is not None:
-            torch.addmm(x.of(m), x.p.of(sent.p).t(), x.q.of(sent.q), alpha=-1, out=x.of(rest))
+        if residual is not None:
+            torch.addmm(x.of(m), x.p.of(sent.p).t(), x.q.of(sent.q), alpha=-1, out=x.of(residual))
         torch.mm(x.p.of(mean.p).t(), x.q.of(mean.q), out=x.of(m))
     if plan.vectors:
         vectors = plan.vectors_of(m)
-        if rest is not None:
-            rests = plan.vectors_of(rest)
+        if residual is not None:
+            rests = plan.vectors_of(residual)
             torch._foreach_copy_(rests, vectors)
             torch._foreach_sub_(rests, plan.split_vectors(sent.vectors))
         torch._foreach_copy_(vectors, plan.split_vectors(mean.vectors))
-    if residual is not None and residual.is_cuda and rest is not None:
-        keep_(residual, rest, worst)
     if out is not m:
         out.copy_(m)

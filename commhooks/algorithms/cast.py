@@ -67,18 +67,16 @@ async def _cast(state: CastState, bucket: Bucket, comm: Comm, dtype: torch.dtype
     before = state.gradient_predivide_factor or comm.world_size
     after = comm.world_size / before
 
-    # What the wire does not carry is kept apart from the residual until the outcome is known on all ranks.
-    wire, rest = ops.to_wire(bucket.buffer, residual, before, dtype)
+    rest = state.next_residual(bucket)
+    wire = ops.to_wire(bucket.buffer, residual, before, dtype, rest)
     if state.accumulate == "fp32":
         mean = await _mean_in_fp32(wire, after, rest, comm)
         after = 1
     else:
         mean = await comm.all_reduce(wire)
-    worst = None
     if residual is not None:
-        worst = ops.largest(mean)
-        state.received(worst)
-    ops.from_wire_(mean, after, bucket.buffer, state.next_residual(bucket), rest, worst)
+        state.received(ops.largest(mean))
+    ops.from_wire_(mean, after, bucket.buffer)
     return bucket.buffer
 
 

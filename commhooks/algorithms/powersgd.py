@@ -154,14 +154,12 @@ class PowerSGDState(HookState):
         draw = partial(self._randomize, side, self.step)
         return lay_out_flat(bucket, partial(self._factor_numel, side), draw)
 
-    def keep_factor(
-        self, side: SideName, bucket: Bucket, new: Tensor, scales: Tensor, lost: Tensor, worst: Tensor
-    ) -> None:
-        """If `worst` is finite, the next step begins with `new`, scaled, but for its lost rows: random again."""
+    def keep_factor(self, side: SideName, bucket: Bucket, new: Tensor, scales: Tensor, lost: Tensor) -> None:
+        """The next step begins with `new`, scaled, but for its lost rows: random again."""
         plan = self.plan(bucket.layout)
         if self.warm_start and plan.matrices:
             kept, fresh = self.common[side].next(bucket), self._fresh[side].flat(bucket)
-            ops.keep_factor_(kept, new, plan.p if side == "p" else plan.q, scales, lost, fresh, worst)
+            ops.keep_factor_(kept, new, plan.p if side == "p" else plan.q, scales, lost, fresh)
 
     def _factor_memory(self, side: SideName) -> ParameterMemory:
         return ParameterMemory(partial(self._factor_numel, side), partial(self._randomize, side, 0))
@@ -192,7 +190,7 @@ async def powersgd(state: PowerSGDState, bucket: Bucket, comm: Comm) -> Tensor:
     m, mean, sent, worst = await step(state, bucket, residual, plan, comm)
     state.received(worst)
     kept = state.next_residual(bucket)
-    ops.reconstruct_(m, plan, mean, sent, out=bucket.buffer, residual=kept, worst=worst)
+    ops.reconstruct_(m, plan, mean, sent, out=bucket.buffer, residual=kept)
     return bucket.buffer
 
 
@@ -215,9 +213,9 @@ async def _full_step(
     q = await comm.all_reduce(wire)
     # Of P as well: what is not finite in it, orthogonalization has spread, and with P to Q.
     scales, worst = ops.magnitudes(q, plan.q, vectors)
-    state.keep_factor("q", bucket, q, scales, lost, worst)
+    state.keep_factor("q", bucket, q, scales, lost)
     if state.alternating:
-        state.keep_factor("p", bucket, p, torch.ones_like(scales), lost, worst)
+        state.keep_factor("p", bucket, p, torch.ones_like(scales), lost)
     return m, ops.Factors(p, q, vectors), ops.Factors(p, sent_q, sent_vectors), worst
 
 
@@ -235,7 +233,7 @@ async def _half_step(
     m, wire, sent = ops.project(*args) if left else ops.project_t(*args, with_vectors=True)
     mean = await comm.all_reduce(wire)
     scales, worst = ops.magnitudes(mean, plan.p if left else plan.q, mean[numel:])
-    state.keep_factor(moving, bucket, mean, scales, lost, worst)
+    state.keep_factor(moving, bucket, mean, scales, lost)
 
     def factors(packed: Tensor) -> ops.Factors:
         thin, vectors = packed[:numel], packed[numel:]

@@ -181,43 +181,40 @@ def test_magnitudes_of_more_than_a_chunk(device):
     assert (found.tolist(), worst.item(), powersgd.largest(vectors).item()) == ([3.0], 5.0, 5.0)
 
 
-@pytest.mark.parametrize("worst", [0.0, 3e38, float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_keep_factor_is_the_reference_bit_for_bit(device, worst, dtype):
+def test_keep_factor_is_the_reference_bit_for_bit(device, dtype):
     side = Side((Factor(0, 3, 500), Factor(1500, 1, 7), Factor(1507, 2, 3)))
     kept, new, fresh = torch.randn(side.numel), torch.randn(side.numel).to(dtype), torch.randn(side.numel)
     scales, lost = torch.tensor([0.3, 0.0, 2.0]), torch.tensor([False, True, False, True, False, False])
     expected = kept.clone()
-    reference.keep_factor_(expected, new, side, scales, lost, fresh, torch.tensor(worst))
+    reference.keep_factor_(expected, new, side, scales, lost, fresh)
     found = kept.clone().to(device)
     arguments = (x.to(device) if isinstance(x, torch.Tensor) else x for x in (new, side, scales, lost, fresh))
-    powersgd.keep_factor_(found, *arguments, torch.tensor(worst, device=device))
+    powersgd.keep_factor_(found, *arguments)
     assert torch.equal(found.cpu(), expected)
-    assert torch.equal(found.cpu(), kept) == (not torch.tensor(worst).isfinite())
 
 
 @settings(max_examples=20)
-@given(problems(), st.sampled_from(DTYPES), st.sampled_from([1.0, float("nan")]))
-def test_reconstruct(device, problem, wire_dtype, worst):
+@given(problems(), st.sampled_from(DTYPES))
+def test_reconstruct(device, problem, wire_dtype):
     plan, bucket, residual, generator = problem
 
     def draw():
         return [torch.randn(n, generator=generator) for n in (plan.p.numel, plan.q.numel, plan.vectors_numel)]
 
     mean, sent = Factors(*(x.to(wire_dtype) for x in draw())), Factors(*draw())
-    m, worst = bucket.float(), torch.tensor(worst)
+    m = bucket.float()
     out = m.clone() if bucket.dtype == torch.float32 else torch.empty_like(bucket)
     expected_out, expected = out.clone(), moved(residual, "cpu")
     aliased = expected_out if bucket.dtype == torch.float32 else m.clone()
-    reference.reconstruct_(aliased, plan, mean, sent, expected_out, expected, worst)
+    reference.reconstruct_(aliased, plan, mean, sent, expected_out, expected)
     out, kept = out.to(device), moved(residual, device)
     m = out if bucket.dtype == torch.float32 else m.to(device)
     mean, sent = (Factors(*(x.to(device) for x in y)) for y in (mean, sent))
-    powersgd.reconstruct_(m, plan, mean, sent, out, kept, worst.to(device))
+    powersgd.reconstruct_(m, plan, mean, sent, out, kept)
     close(out, expected_out, 12, rounded_to=bucket.dtype)
     if residual is not None:
         close(kept, expected, 12)
-        assert torch.equal(kept.cpu(), residual) == (not worst.isfinite())
 
 
 def test_what_the_launchers_do_not_take_they_name():
