@@ -1,4 +1,5 @@
-# make demo: the main job on the link rig, in a virtual environment of its own.    make test: everything that CI runs.
+# make demo: the main job on the link rig, in a virtual environment of its own.
+# make test: linters, type checker, tests. make test-long: those that take minutes. CI runs both.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,10 +8,17 @@ READY := $(VENV)/ready
 OLD_TRITON := build/triton-3.6.0
 WORKERS := -n 3 --dist worksteal  # of two cores: the link rig's tests wait more than they compute
 
-.PHONY: demo test clean
+.PHONY: demo test test-long bench bench-quick clean
 
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
+
+# All benchmarks and benchmarks/RESULTS.md: on a quiet machine, in under 40 minutes. Interrupted, it goes on where it was.
+bench: $(READY)
+	$(BIN)/python -m benchmarks.bench
+
+bench-quick: $(READY)
+	$(BIN)/python -m benchmarks.bench --quick
 
 test: $(READY) $(OLD_TRITON)/triton
 	$(BIN)/ruff check .
@@ -19,6 +27,10 @@ test: $(READY) $(OLD_TRITON)/triton
 	$(BIN)/python -m pytest $(WORKERS)
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest $(WORKERS) tests/kernels
 
+# Soaks, killed ranks, and training under Lightning, Accelerate, Trainer and torch.compile.
+test-long: $(VENV)/frameworks
+	$(BIN)/python -m pytest $(WORKERS) -m long
+
 # The versions in constraints.txt are those tested. To keep a torch of your own: make CONSTRAINTS=/dev/null
 CONSTRAINTS ?= constraints.txt
 
@@ -26,6 +38,10 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) torch
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[bench,dev]'
+	touch $@
+
+$(VENV)/frameworks: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[frameworks]'
 	touch $@
 
 # The kernels are tested with the newest Triton, and with the one of PyTorch 2.11; whose interpreter needs a NumPy of its

@@ -24,8 +24,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.records import processor
 from benchmarks.rig import Rig, RigError, isolate_or_say_why, parse_rate, positive
-from benchmarks.train import VARIANTS
+from benchmarks.variants import VARIANTS
 
 HOOKS = ("plain", "bf16", "powersgd", "powersgd-alternating", "torch-fp16", "torch-powersgd")
 TIMEOUT = 300  # seconds for one hook
@@ -62,7 +63,7 @@ def summarize(rows: list[Row], args: argparse.Namespace, link_rate: float, isola
         on_the_link = row["tx_bytes_per_step"] * 8 / link_rate * 1e3
         row["floor_ms"] = max(no_communication, on_the_link)
     machine = {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
@@ -134,12 +135,6 @@ def plot(rows: list[Row], path: Path) -> None:
 
 def _show(progress: Progress, task: TaskID, fraction: float) -> None:
     progress.update(task, completed=fraction)
-
-
-def _processor() -> str:
-    with Path("/proc/cpuinfo").open() as file:
-        names = {line.partition(":")[2].strip() for line in file if line.startswith("model name")}
-    return ", ".join(names) or platform.machine()
 
 
 def main() -> None:

@@ -54,6 +54,7 @@ class Rig:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self.isolated:
             for node in range(self.nodes):
+                _ip(f"link delete port{node}")  # a namespace lets go of its end later, when it likes
                 _ip(f"netns delete node{node}")
             _ip("link delete br0")
 

@@ -8,82 +8,24 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook as torch_powersgd
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-import commhooks
 from benchmarks.rig import tx_bytes
+from benchmarks.variants import VARIANTS, Variant
 from examples.train_ddp import GPT, batches, loss_of, standard_library_text
 
 WARM_UP = 5  # steps before timing: bucket rebuild, memory, first touches
 NO_COMMUNICATION_STEPS = 25
 HELD_OUT = 200_000  # bytes at the text's end, for evaluation
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A hook with its options. `register` gives its state back where that counts bytes."""
-
-    label: str
-    register: Callable[[DDP, int], commhooks.HookState | None]
-    bucket_cap_mb: float = 1
-
-
-def _ours(hook: Callable[..., Any], **options: Any) -> Callable[[DDP, int], commhooks.HookState | None]:
-    def register(ddp: DDP, _: int) -> commhooks.HookState:
-        return commhooks.register(ddp, hook, commhooks.CastState(**options))
-
-    return register
-
-
-def _powersgd(**options: Any) -> Callable[[DDP, int], commhooks.HookState | None]:
-    def register(ddp: DDP, rank: int) -> commhooks.HookState:
-        state = commhooks.PowerSGDState(matrix_approximation_rank=rank, start_powerSGD_iter=0, **options)
-        return commhooks.register(ddp, commhooks.powersgd_hook, state)
-
-    return register
-
-
-def _topk(**options: Any) -> Callable[[DDP, int], commhooks.HookState | None]:
-    def register(ddp: DDP, _: int) -> commhooks.HookState:
-        return commhooks.register(ddp, commhooks.topk_hook, commhooks.TopKState(**options))
-
-    return register
-
-
-def _torch_fp16(ddp: DDP, _: int) -> None:
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-
-def _torch_powersgd(ddp: DDP, rank: int) -> None:
-    state = torch_powersgd.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-    ddp.register_comm_hook(state, torch_powersgd.powerSGD_hook)
-
-
-VARIANTS = {
-    "plain": Variant("plain DDP", lambda *_: None),
-    "bf16": Variant("bf16_hook", _ours(commhooks.bf16_hook)),
-    "powersgd": Variant("powersgd_hook, bf16 wire", _powersgd(wire_dtype=torch.bfloat16), bucket_cap_mb=5),
-    "powersgd-alternating": Variant(
-        "powersgd_hook, alternating, bf16 wire", _powersgd(wire_dtype=torch.bfloat16, alternating=True), bucket_cap_mb=5
-    ),
-    "topk": Variant("topk_hook, 1 %", _topk(), bucket_cap_mb=5),
-    "topk-warmup": Variant("topk_hook, to 1 % in 150 steps", _topk(warmup_steps=150), bucket_cap_mb=5),
-    "topk-leader": Variant("topk_hook, 1 %, leader", _topk(aggregation="leader"), bucket_cap_mb=5),
-    "topk-balanced": Variant("topk_hook, 1 %, balanced", _topk(aggregation="balanced"), bucket_cap_mb=5),
-    "torch-fp16": Variant("torch fp16_compress_hook", _torch_fp16),
-    "torch-powersgd": Variant("torch powerSGD_hook, one bucket", _torch_powersgd, bucket_cap_mb=100),
-}
 
 
 class Training:
@@ -92,10 +34,11 @@ class Training:
     def __init__(self, variant: Variant, rank: int, batch: int, lr: float) -> None:
         torch.manual_seed(0)
         self.model = GPT()
-        self.ddp = DDP(self.model, bucket_cap_mb=variant.bucket_cap_mb, gradient_as_bucket_view=True)
+        # Every rank has drawn the same parameters: DDP need not send them over a slow link first.
+        self.ddp = DDP(self.model, bucket_cap_mb=variant.bucket_cap_mb, gradient_as_bucket_view=True, init_sync=False)
         self.state = variant.register(self.ddp, rank)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=lr)
-        text = standard_library_text()
+        text = _text()
         self.data = batches(text[:-HELD_OUT], batch, self.model.context, seed=1 + dist.get_rank())
         held_out = batches(text[-HELD_OUT:], 64, self.model.context, seed=0)
         self.held_out = [next(held_out) for _ in range(2)]
@@ -123,6 +66,11 @@ class Training:
 
     def metric_bytes(self) -> float | None:
         return self.state.metrics()["bytes_sent"] if self.state else None
+
+
+@cache
+def _text() -> torch.Tensor:
+    return standard_library_text()
 
 
 def run(training: Training, steps: int, seconds: float, interface: str, out: TextIO | None) -> dict[str, object]:
