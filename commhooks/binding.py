@@ -113,9 +113,10 @@ def find_and_bind(state: HookState, hook: str, device: torch.device) -> Binding:
     models = find_models(lambda ddp: any(s is state for _, s in ddp._comm_hooks))
     if len(models) > 1:
         raise ValueError(one_model_only(state))
-    state.binding = binding = Binding(state, models[0] if models else None, device)
+    binding = Binding(state, models[0] if models else None, device)
     if models:
         agree(models[0], configuration(hook, state))
+    state.binding = binding
     return binding
 
 

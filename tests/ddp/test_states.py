@@ -141,47 +141,6 @@ def test_a_wrong_state_is_named(ranks):
     ranks(2, wrong_state)
 
 
-def registers():
-    state = commhooks.register(ddp := DDP(linears(3)), commhooks.powersgd_hook, commhooks.PowerSGDState(None, 2, 0))
-    train(ddp, 2)
-    assert_replicas_equal(ddp)
-    metrics = state.metrics()
-    assert metrics["steps"] == 2
-    assert metrics["ratio"] > 4
-    assert commhooks.register(DDP(linears(2)), commhooks.bf16_hook).metrics()["ratio"] == 1
-
-
-def test_register(ranks):
-    ranks(2, registers)
-
-
-def register_refuses():
-    me = dist.get_rank()
-    ddp = DDP(linears(2))
-    with pytest.raises(TypeError, match="ddp is a Sequential"):
-        commhooks.register(linears(2), commhooks.bf16_hook)
-    with pytest.raises(ValueError, match="rank 1: hook is 'len'"):
-        commhooks.register(ddp, len if me else commhooks.bf16_hook)
-    with pytest.raises(ValueError, match="powersgd_hook takes a PowerSGDState"):
-        commhooks.register(ddp, commhooks.powersgd_hook)
-    with pytest.raises(ValueError, match="matrix_approximation_rank is 1 on rank 0 and 2 on rank 1"):
-        commhooks.register(ddp, commhooks.powersgd_hook, commhooks.PowerSGDState(None, 1 + me))
-    with pytest.raises(ValueError, match="hook is 'fp16_hook' on rank 0 and 'bf16_hook' on rank 1"):
-        commhooks.register(ddp, commhooks.bf16_hook if me else commhooks.fp16_hook)
-    state = commhooks.register(ddp, commhooks.bf16_hook)
-    with pytest.raises(ValueError, match="the model has a hook already: bf16_hook"):
-        commhooks.register(ddp, commhooks.bf16_hook)
-    with pytest.raises(ValueError, match="serves another DDP model already"):
-        commhooks.register(DDP(linears(2)), commhooks.bf16_hook, state)
-    with pytest.warns(UserWarning, match="compresses no parameter of this model"):
-        commhooks.register(DDP(linears(2, width=4)), commhooks.powersgd_hook, commhooks.PowerSGDState())
-
-
-def test_register_refuses_on_every_rank(ranks):
-    """Also where only one rank is wrong: otherwise the other would wait for it."""
-    ranks(2, register_refuses)
-
-
 async def failing(state, bucket, comm):
     result = await allreduce(state, bucket, comm)
     if bucket.index == 1 and state.step == 1 and comm.rank in state.failing_ranks:
