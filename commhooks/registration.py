@@ -63,7 +63,8 @@ def _prepare(ddp: DDP, hook: Callable[..., Any], state: HookState | None) -> Hoo
     if state is None and state_type in MADE_FOR_NONE:
         state = state_type()
     if not isinstance(state, state_type):
-        raise TypeError(f"state is {state!r}; {hook.__name__} takes a {state_type.__name__}")
+        given = "None" if state is None else f"a {type(state).__name__}"
+        raise TypeError(f"state is {given}; {hook.__name__} takes a {state_type.__name__}")
     registered = ddp._get_ddp_logging_data().get("comm_hook")  # also torch's builtin ones, which _comm_hooks lacks
     if registered:
         raise ValueError(f"the model has a hook already: {registered}")
