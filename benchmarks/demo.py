@@ -152,6 +152,10 @@ def main() -> None:
 
     if args.hooks[0] != "plain":
         parser.error(f"--hooks begins with {args.hooks[0]}; it must begin with plain: it says how long the others have")
+    if args.steps < SMOOTHING:
+        parser.error(
+            f"--steps is {args.steps}; it must be at least {SMOOTHING}, the steps that a point of the plot averages"
+        )
     variants = {name: VARIANTS[name] for name in args.hooks}
 
     isolated = isolate_or_say_why()

@@ -63,7 +63,7 @@ def _prepare(ddp: DDP, hook: Callable[..., Any], state: HookState | None) -> Hoo
     if state is None and state_type in MADE_FOR_NONE:
         state = state_type()
     if not isinstance(state, state_type):
-        given = "None" if state is None else f"a {type(state).__name__}"
+        given = f"a {type(state).__name__}" if isinstance(state, HookState) else repr(state)
         raise TypeError(f"state is {given}; {hook.__name__} takes a {state_type.__name__}")
     registered = ddp._get_ddp_logging_data().get("comm_hook")  # also torch's builtin ones, which _comm_hooks lacks
     if registered:
