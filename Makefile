@@ -20,16 +20,16 @@ bench: $(READY)
 bench-quick: $(READY)
 	$(BIN)/python -m benchmarks.bench --quick
 
-test: $(READY) $(OLD_TRITON)/triton
+test: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(WORKERS)
-	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest $(WORKERS) tests/kernels
 
-# Soaks, killed ranks, and training under Lightning, Accelerate, Trainer and torch.compile.
-test-long: $(VENV)/frameworks
+# Soaks, killed ranks, training under Lightning, Accelerate, Trainer and torch.compile; the kernels with an older Triton.
+test-long: $(VENV)/frameworks $(OLD_TRITON)/triton
 	$(BIN)/python -m pytest $(WORKERS) -m long
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest $(WORKERS) tests/kernels
 
 # The versions in constraints.txt are those tested. To keep a torch of your own: make CONSTRAINTS=/dev/null
 CONSTRAINTS ?= constraints.txt

@@ -33,7 +33,7 @@ from benchmarks.variants import VARIANTS
 RATES = ("10mbit", "50mbit", "100mbit", "500mbit", "1gbit", "none")
 HOOKS = tuple(name for name in VARIANTS if name != "topk-warmup")  # whose steps change as it goes on
 ROUNDS = 3
-SLOT_SECONDS, QUICK_SLOT_SECONDS = 1.5, 0.3
+SLOT_SECONDS, QUICK_SLOT_SECONDS = 1.0, 0.3
 LOGS = ROOT / "build" / "bandwidth"
 TIMEOUT = 1200  # seconds a launch
 ATTEMPTS = 3  # of a launch, each without the hook that made the last one fail

@@ -227,8 +227,8 @@ if last is None:
 """
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(("processes", "launches"), [(1, 50), (5, 1)])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("processes", "launches"), [(1, 10), (2, 1), pytest.param(1, 50, marks=pytest.mark.long)])
 def test_launches_end_with_status_zero(tmp_path, processes, launches):
     """Whole interpreters: a thread or a collective left behind aborts one at its end now and then.
 
@@ -236,13 +236,13 @@ def test_launches_end_with_status_zero(tmp_path, processes, launches):
     the collective a moment after wait() has returned, and may need an interpreter for it that is gone by then. The
     last collective is held until the end.
 
-    Fifty launches are forked from a process that has imported everything, and end as any interpreter does; five more
-    begin anew.
+    Most launches are forked from a process that has imported everything, and end as any interpreter does; some begin
+    anew.
     """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     for i in range(processes):
         (tmp_path / str(i)).mkdir()
         command = [sys.executable, "-c", SHORT_RUNS, str(launches), str(tmp_path / str(i))]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=350, check=False)
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{[0] * 2 * launches}\n", done.stderr
