@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import bandwidth_report, convergence_report, kernels, model, model_projection, plots
+from benchmarks.advice import advice
 from benchmarks.records import RESULTS, Record, is_finished, read
 
 HEAD = """\
@@ -21,10 +22,13 @@ Generated from recorded measurements by `python -m benchmarks.report`. `make ben
 
 ## Which hook for which link, and when none
 
-{choices}
+By the time to a loss, on two nodes of one rank: steps to the loss that bf16 has at the end of its run, times what a
+step takes at that rate. Where several are within a tenth of the shortest time, the simplest is named first.
 
-That is by the length of a step, on two nodes; where several do not differ measurably, plain DDP comes first, then bf16.
-What a step is worth, the part on convergence says.
+{advice}
+By the length of a step alone, which is worth more with some hooks than with others:
+
+{choices}
 """
 LIMITS = """\
 ## Known limits
@@ -67,7 +71,7 @@ def page(folder: Path, beside: Path) -> str:
     """The whole page, in Markdown; its links to plots are for a page in the folder `beside`."""
     found = {part: read(folder, part.benchmark) for part in PARTS}
     choices = "\n".join(f"- {line}" for line in bandwidth_report.choices(found[PARTS[0]]))
-    texts = [HEAD.format(choices=choices)]
+    texts = [HEAD.format(choices=choices, advice=advice(found[PARTS[0]], found[PARTS[1]]))]
     for part, records in found.items():
         if not records:
             texts.append(f"## {part.title}\n\nNo records yet: `python -m benchmarks.{part.benchmark}` makes them.\n")

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from benchmarks import report
+from benchmarks import advice, report
 from benchmarks.bandwidth_numbers import summarize
 from benchmarks.bench import PARTS, progress_of, run_part
 from benchmarks.records import RESULTS, Records
@@ -112,3 +112,17 @@ def test_progress_is_what_the_benchmark_says_or_the_clock():
     assert progress_of("[1/4] x\n[3/4] y\n", past=1, expected=100) == 0.75
     assert progress_of("", past=50, expected=100) == 0.5
     assert progress_of("[4/4]", past=500, expected=100) == 0.99
+
+
+def test_advice_weighs_steps_by_what_they_are_worth():
+    """Catches: a hook recommended for short steps that get nowhere; a hook where plain DDP is as good."""
+    step_ms = {"plain": 100, "bf16": 60, "powersgd": 50, "topk": 10}
+    measured = {"link_rate": 1e8, "variants": {name: {"step_ms": ms} for name, ms in step_ms.items()}}
+    steps = {"plain": 100, "bf16": 100, "powersgd": 130}  # top-k never comes to the loss
+    said = advice._choice(measured, steps)
+    assert said == "bf16_hook, 6.0 s, plain DDP 10.0 s; as good: powersgd_hook, bf16 wire"
+    steps["powersgd"] = 100
+    assert advice._choice(measured, steps) == "powersgd_hook, bf16 wire, 5.0 s, plain DDP 10.0 s"
+    measured["variants"]["plain"]["step_ms"] = 52
+    assert advice._choice(measured, steps) == "plain DDP, 5.2 s; as good: powersgd_hook, bf16 wire"
+    assert advice.advice([], []).startswith("Needs the records")
