@@ -153,9 +153,9 @@ def transfers(state: HookState | None, layout: Layout, gradient_bytes: int, worl
         case PowerSGDState():
             return _powersgd(state, layout)
         case TopKState():
-            return _topk(state, layout, gradient_bytes, world_size)
+            return _topk(state, layout, world_size)
         case RandomKState():
-            return _randomk(state, layout, gradient_bytes)
+            return _randomk(state, layout)
     raise TypeError(f"state is {state!r}; it must be a CastState, PowerSGDState, TopKState, RandomKState or None")
 
 
@@ -173,10 +173,10 @@ def _powersgd(state: PowerSGDState, layout: Layout) -> list[Transfer]:
     ]
 
 
-def _topk(state: TopKState, layout: Layout, gradient_bytes: int, world_size: int) -> list[Transfer]:
+def _topk(state: TopKState, layout: Layout, world_size: int) -> list[Transfer]:
     packing = state.packings[layout]
     if not packing.packed:
-        return [Transfer("all_reduce", sum(x.numel for x in layout.slices) * gradient_bytes)]
+        return [Transfer("all_reduce", sum(x.numel for x in layout.slices) * 4)]
     selection, aggregation = state.select_from(packing.numel), state.aggregation_among(world_size)
     riding = sum(x.numel for x in packing.riders)
     if aggregation == "balanced" and isinstance(selection, BlockSelection):
@@ -188,10 +188,10 @@ def _topk(state: TopKState, layout: Layout, gradient_bytes: int, world_size: int
     return [Transfer("all_gather", selection.nbytes + 4 * riding)]
 
 
-def _randomk(state: RandomKState, layout: Layout, gradient_bytes: int) -> list[Transfer]:
+def _randomk(state: RandomKState, layout: Layout) -> list[Transfer]:
     packing = state.packings[layout]
     if not packing.packed:
-        return [Transfer("all_reduce", sum(x.numel for x in layout.slices) * gradient_bytes)]
+        return [Transfer("all_reduce", sum(x.numel for x in layout.slices) * 4)]
     entries = sum(max(1, round(state.density * x.numel)) for x, _ in packing.packed)
     riding = sum(x.numel for x in packing.riders)
     return [Transfer("all_reduce", (entries + riding + 1) * state.wire_dtype.itemsize)]

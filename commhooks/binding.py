@@ -40,9 +40,15 @@ class Binding:
         if ddp is not None:
             check_group(group, ddp)
         self.ddp = None if ddp is None else ref(ddp)
+        self._state = state
         self._names = {} if ddp is None else {id(p): name for name, p in ddp.module.named_parameters()}
         if ddp is not None:
             state.attach(describe(ddp, group))
+        elif state.is_loading:
+            raise ValueError(
+                "a state dict was loaded, but no DDP model is known that it could be compared with: "
+                "register the hook with commhooks.register"
+            )
         self._layouts: dict[int, Layout] = {}
         inline = state.executor == "inline" or (state.executor == "auto" and device.type == "cuda")
         self.executor = (Inline if inline else Pipelined)(state, group, device)
@@ -50,6 +56,17 @@ class Binding:
     def is_alive(self) -> bool:
         """False once the model is gone: the state may serve another that has the same parameters."""
         return self.ddp is None or self.ddp() is not None
+
+    def is_joining(self) -> bool:
+        """Is the model inside `Join`, on every rank?"""
+        return self.ddp is not None and self.model()._join_config.enable
+
+    def agree(self, problem: str | None) -> None:
+        """Compare the state with the other ranks'. Raises on all of them what is wrong on any."""
+        if self.ddp is not None:
+            agree(self.model(), configuration("hook", self._state), problem)
+        elif problem:
+            raise ValueError(problem)
 
     def model(self) -> DDP:
         """The model.
@@ -113,10 +130,22 @@ def find_and_bind(state: HookState, hook: str, device: torch.device) -> Binding:
     models = find_models(lambda ddp: any(s is state for _, s in ddp._comm_hooks))
     if len(models) > 1:
         raise ValueError(one_model_only(state))
-    binding = Binding(state, models[0] if models else None, device)
     if models:
-        agree(models[0], configuration(hook, state))
+        return _bind_on_all_ranks(state, hook, models[0])
+    state.binding = binding = Binding(state, None, device)
+    return binding
+
+
+def _bind_on_all_ranks(state: HookState, hook: str, ddp: DDP) -> Binding:
+    """Raises on all ranks what is wrong on any."""
+    binding, problem = None, None
+    try:
+        binding = Binding(state, ddp, next(ddp.module.parameters()).device)
+    except ValueError as error:
+        problem = str(error)
+    agree(ddp, configuration(hook, state), problem)
     state.binding = binding
+    assert binding is not None  # else there is a problem
     return binding
 
 
@@ -147,8 +176,7 @@ def implicit_state(
         _models[parameter] = ref(model)
     if model not in _implicit_states:
         state = state_type(process_group=group)
-        bind(state, model)
-        agree(model, configuration(hook, state))
+        _bind_on_all_ranks(state, hook, model)
         _implicit_states[model] = state
     return _implicit_states[model]
 

@@ -96,9 +96,9 @@ def load(state: "HookState", model: Model, saved: StateDict) -> None:
     _refuse(state, _differences(model.described(), saved["parameters"]))
     own = saved[_part(model.rank)]
     for name, memory in state.own.items():
-        memory.load_state_dict(own[name])
+        memory.load_state_dict(own[name], model.device)
     for name, memory in state.common.items():
-        memory.load_state_dict(saved["common"][name])
+        memory.load_state_dict(saved["common"][name], model.device)
     state.resume_at(saved["step"], own["counters"])
 
 
@@ -155,9 +155,9 @@ def _by_rank(state_dicts: Sequence[StateDict]) -> list[StateDict]:
 def _mean(values: Sequence[Any]) -> Any:
     if not isinstance(values[0], Tensor):
         return sum(values) / len(values)
-    total = values[0].double()
+    total = values[0].cpu().double()  # each rank may have saved it from a GPU of its own
     for x in values[1:]:
-        total = total + x
+        total += x.cpu()
     return (total / len(values)).to(values[0].dtype)
 
 

@@ -43,7 +43,8 @@ class Inline:
         device = bucket.buffer.device
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
-            bucket.buffer.record_stream(self._stream)
+            for x in _strided_parts(bucket.buffer):
+                x.record_stream(self._stream)
         if bucket.index == 0:
             self._abandon()  # of a backward that died half-way
             with torch.no_grad(), _on(self._stream):
@@ -148,6 +149,10 @@ class _Task:
         names = ", ".join(x.name for x in self._bucket.layout.slices)
         where = f"step {self._step}, bucket {self._bucket.index} (parameters: {names})"
         return f"in commhooks {self._algorithm.__name__}, {where}"
+
+
+def _strided_parts(x: Tensor) -> list[Tensor]:
+    return [x] if x.layout == torch.strided else [x._indices(), x._values()]
 
 
 def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:

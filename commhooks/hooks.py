@@ -105,6 +105,6 @@ def _run(
     binding = state.binding
     if binding is None or not binding.is_alive():
         binding = find_and_bind(state, hook, grad_bucket.buffer().device)
-    if grad_bucket.index() == 0 and state.wants_replicas_checked():
+    if grad_bucket.index() == 0 and state.wants_replicas_checked() and not binding.is_joining():
         check_replicas(binding.model())
     return binding.executor.run(algorithm, binding.bucket(grad_bucket))

@@ -75,7 +75,7 @@ class ParameterMemory:
         self._written.clear()
 
     def mul_(self, factor: float | Tensor) -> None:
-        for x in [*self._flat.values(), *self._loaded.values()]:
+        for x in [*self.pieces.values(), *self._loaded.values()]:
             x.mul_(factor)
 
     def state_dict(
@@ -91,11 +91,16 @@ class ParameterMemory:
                 self._fill(x, saved[x.name])
         return {name: x for name, x in saved.items() if x.numel()}
 
-    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Start again, with these."""
+    def hand_over(self, parameters: Iterable[Slice]) -> None:
+        """Start again, with what there is, for other parameters of these names."""
+        self.load_state_dict({x.name: self.pieces[x.key] for x in parameters if x.key in self.pieces})
+
+    def load_state_dict(self, saved: Mapping[str, Tensor], device: torch.device | None = None) -> None:
+        """Start again, with copies of these, on the device if one is given."""
+        copies = {name: x.to(device, copy=True) for name, x in saved.items()}
         for held in (self.pieces, self._homes, self._flat, self._spare, self._written):
             held.clear()
-        self._loaded = {name: x.clone() for name, x in saved.items()}
+        self._loaded = copies
 
     def _enter(self, layout: Layout) -> None:
         flat = self._flat[layout]
@@ -120,6 +125,8 @@ class ParameterMemory:
             self._start(parameter, piece)
         else:
             piece.copy_(loaded)
+            if loaded.is_cuda:  # made on another stream, and let go of after this
+                loaded.record_stream(torch.cuda.current_stream(loaded.device))
 
 
 def lay_out_flat(bucket: Bucket, numel: Numel, fill: Start) -> Tensor:

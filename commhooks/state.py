@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, distributed as dist
 from typing_extensions import TypedDict
 
-from commhooks import checkpoint
+from commhooks import checkpoint, ops
 from commhooks.bucket import Bucket
 from commhooks.comm import AllReduce, Collective
 from commhooks.feedback import ErrorFeedback
@@ -51,6 +51,7 @@ class HookState:
             on with it in the hook calls of later buckets. "auto" is "inline" on a GPU, "pipelined" elsewhere.
         stats_logging_frequency: every so many steps, log `metrics()` (logger "commhooks", level INFO); 0 is never.
         check_replicas_every: every so many steps, before anything is sent, `commhooks.check_replicas`; 0 is never.
+            Not under `Join`, where a rank without inputs rightly lags behind.
         track_error: measure what compression leaves out of each parameter: one bucket a step, in turn. It is in
             `compression_error()` and `metrics()`. Needs error feedback.
         grad_scaler: a `torch.amp.GradScaler`, or a function that returns the loss scale: residuals are kept as if the
@@ -144,6 +145,11 @@ class HookState:
         """An algorithm tells the largest magnitude that it received for a bucket; if not finite, the step is void."""
         self._worst.append(worst)
 
+    def received_result(self, result: Tensor) -> None:
+        """Likewise a half-precision result, which may overflow where what it was rounded from did not."""
+        if result.dtype in (torch.float16, torch.bfloat16):
+            self.received(ops.largest(result))
+
     def metrics(self) -> dict[str, float]:
         """Plain numbers for a logger, all since the start and for this rank.
 
@@ -192,23 +198,40 @@ class HookState:
         return checkpoint.save(self, self._model)
 
     def load_state_dict(self, state_dict: checkpoint.StateDict) -> None:
-        """Go on where `state_dict` was saved. Before the first step, or instead of what was.
+        """Go on where `state_dict` was saved. Before the first step, or instead of what was. All ranks must call it.
 
         Raises:
-            ValueError: it is another hook's, another model's, another number of ranks', or has other options. The
-                message lists the differences. Without a known model they are found at the first hook call.
+            ValueError: on every rank, if on any it is another hook's, another model's, another number of ranks' or
+                another step's than the others', or has other options. The message lists the differences. Without a
+                known model they are found when it is registered, or at the first hook call.
         """
-        checkpoint.check(self, state_dict)
-        self._loaded = state_dict
-        if self._model is not None:
-            self.attach(self._model)
+        problem = None
+        try:
+            checkpoint.check(self, state_dict)
+            self._loaded = state_dict
+            if self._model is not None:
+                self.attach(self._model)
+        except ValueError as error:
+            problem = str(error)
+        if self.binding is not None and self.binding.is_alive():
+            self.binding.agree(problem)
+        elif problem:
+            raise ValueError(problem)
 
     def attach(self, model: checkpoint.Model) -> None:
         """From now on the state serves this model."""
+        if self._model is not None and self._model is not model:
+            for memory in (self.own | self.common).values():
+                memory.hand_over(self._model.parameters)
         self._model = model
-        if self._loaded is not None:
-            checkpoint.load(self, model, self._loaded)
-            self._loaded = None
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            checkpoint.load(self, model, loaded)
+
+    @property
+    def is_loading(self) -> bool:
+        """Is a state dict still waiting for the model?"""
+        return self._loaded is not None
 
     # For checkpoint.
 
@@ -235,6 +258,7 @@ class HookState:
         """Before the first bucket. What a backward that died half-way has written does not count."""
         self._settle()
         self._worst.clear()
+        self.errors.discard()
         for memory in (self.own | self.common).values():
             memory.discard()
         if self.grad_scaler is not None:
@@ -267,6 +291,7 @@ class HookState:
     def _commit(self) -> None:
         for memory in (self.own | self.common).values():
             memory.commit()
+        self.errors.commit()
         self._step += 1
         if self.stats_logging_frequency and self._step % self.stats_logging_frequency == 0:
             logger.info("%s: %s", type(self).__name__, self.metrics())
@@ -279,6 +304,8 @@ class HookState:
             scale = one if one.is_cuda else float(one)  # the host does not wait for a GPU's
         else:
             scale = float(grad_scaler())
+            if not 0 < scale < float("inf"):
+                raise ValueError(f"grad_scaler returned {scale}; a loss scale must be positive and finite")
         ratio = scale / self._scale
         if isinstance(ratio, Tensor) or ratio != 1:
             for memory in self.own.values():

@@ -19,7 +19,8 @@ class CompressionErrors:
     """By parameter: the norm of what was not sent, and of all there was to send. One bucket a step is looked at."""
 
     def __init__(self) -> None:
-        self.norms: dict[str, tuple[Tensor, Tensor]] = {}
+        self.latest: dict[str, tuple[Tensor, Tensor]] = {}  # of a step that may not count
+        self._norms: dict[str, tuple[Tensor, Tensor]] = {}
         self._turn = 0
 
     def look_at(self, bucket: Bucket) -> bool:
@@ -29,11 +30,18 @@ class CompressionErrors:
             self._turn = (self._turn + 1) % (bucket.index + 1)
         return looked
 
+    def commit(self) -> None:
+        self._norms |= self.latest
+        self.latest = {}
+
+    def discard(self) -> None:
+        self.latest = {}
+
     def by_parameter(self) -> dict[str, float]:
-        return {name: _ratio(float(rest), float(whole)) for name, (rest, whole) in self.norms.items()}
+        return {name: _ratio(float(rest), float(whole)) for name, (rest, whole) in self._norms.items()}
 
     def overall(self) -> float:
-        rest, whole = (sum(float(x[i]) ** 2 for x in self.norms.values()) ** 0.5 for i in (0, 1))
+        rest, whole = (sum(float(x[i]) ** 2 for x in self._norms.values()) ** 0.5 for i in (0, 1))
         return _ratio(rest, whole)
 
 
@@ -57,7 +65,7 @@ async def _tracked(algorithm: Algorithm, state: "HookState", bucket: Bucket, com
         pieces = feedback.split(bucket, feedback.next(bucket))
         rest = [torch.linalg.vector_norm(piece) for _, piece in pieces]
         names = [x.name for x, _ in pieces]
-        state.errors.norms |= dict(zip(names, zip(rest, whole, strict=True), strict=True))
+        state.errors.latest |= dict(zip(names, zip(rest, whole, strict=True), strict=True))
     return result
 
 

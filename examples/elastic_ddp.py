@@ -51,14 +51,14 @@ def save(folder: Path, step: int, ddp: nn.Module, optimizer: torch.optim.Optimiz
 def load(folder: Path, ddp: nn.Module, optimizer: torch.optim.Optimizer, state: commhooks.HookState) -> int:
     """The number of steps done."""
     checkpoint = folder / (folder / "latest").read_text()
-    shared = torch.load(checkpoint / "shared.pt")
+    shared = torch.load(checkpoint / "shared.pt", map_location="cpu")
     ddp.module.load_state_dict(shared["model"])
     optimizer.load_state_dict(shared["optimizer"])
     before, now, rank = shared["world_size"], dist.get_world_size(), dist.get_rank()
     if before == now:
-        state.load_state_dict(torch.load(checkpoint / f"hook-{rank}.pt"))
+        state.load_state_dict(torch.load(checkpoint / f"hook-{rank}.pt", map_location="cpu"))
     else:
-        states = [torch.load(checkpoint / f"hook-{r}.pt") for r in range(before)]
+        states = [torch.load(checkpoint / f"hook-{r}.pt", map_location="cpu") for r in range(before)]
         state.load_state_dict(commhooks.reshard(states, now)[rank])
         if rank == 0:
             print(f"resharded from {before} ranks to {now}", flush=True)

@@ -36,10 +36,10 @@ def save(folder: Path, step: int, ddp: nn.Module, optimizer: torch.optim.Optimiz
 
 def load(folder: Path, ddp: nn.Module, optimizer: torch.optim.Optimizer, state: commhooks.HookState) -> int:
     """The number of steps done."""
-    shared = torch.load(folder / "shared.pt")
+    shared = torch.load(folder / "shared.pt", map_location="cpu")
     ddp.module.load_state_dict(shared["model"])
     optimizer.load_state_dict(shared["optimizer"])
-    state.load_state_dict(torch.load(folder / f"hook-{dist.get_rank()}.pt"))
+    state.load_state_dict(torch.load(folder / f"hook-{dist.get_rank()}.pt", map_location="cpu"))
     return shared["step"]
 
 

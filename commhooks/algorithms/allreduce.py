@@ -13,6 +13,9 @@ async def allreduce(state: HookState, bucket: Bucket, comm: Comm) -> Tensor:
     """buffer = sum over ranks of buffer / W, in the gradient's dtype; any dtype and layout that the group reduces."""
     # Divided first: the sum of half-precision gradients may overflow where their mean does not.
     mean = await comm.all_reduce(bucket.buffer.div_(comm.world_size))
-    if state.has_something_to_lose and mean.layout == torch.strided and mean.is_floating_point():
-        state.received(ops.largest(mean))
+    if state.has_something_to_lose:
+        numbers = mean._values() if mean.is_sparse else mean
+        numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+        if numbers.is_floating_point():
+            state.received(ops.largest(numbers.flatten()))
     return mean

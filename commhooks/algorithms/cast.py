@@ -74,9 +74,9 @@ async def _cast(state: CastState, bucket: Bucket, comm: Comm, dtype: torch.dtype
         after = 1
     else:
         mean = await comm.all_reduce(wire)
-    if residual is not None:
-        state.received(ops.largest(mean))
     ops.from_wire_(mean, after, bucket.buffer)
+    if residual is not None:
+        state.received(ops.largest(bucket.buffer))
     return bucket.buffer
 
 

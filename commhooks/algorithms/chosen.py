@@ -48,10 +48,17 @@ async def reduce_chosen(
     return Reduced(mean, rode, m, riding_rest, worst)
 
 
+async def reduce_riders(m: Tensor, riding: Tensor, comm: Comm) -> Reduced:
+    """Of a bucket in which nothing is compressed: the exact mean of its riders; M is empty."""
+    mean = await comm.all_reduce(riding.div_(comm.world_size))
+    return Reduced(m, mean, m, None, ops.largest(mean))
+
+
 def settle(state: HookState, bucket: Bucket, packing: Packing, reduced: Reduced) -> None:
     """The bucket becomes the mean, and what was not sent the next step's residual."""
     state.received(reduced.worst)
     packing.scatter_(reduced.mean, reduced.mean_riding, bucket.buffer)
+    state.received_result(bucket.buffer)
     residual = state.next_residual(bucket)
     if residual is not None:
         riding_rest = torch.zeros_like(reduced.mean_riding) if reduced.riding_rest is None else reduced.riding_rest

@@ -15,7 +15,7 @@ in the other one without end, while this one is a projection of M and never long
 import zlib
 from functools import partial
 from math import prod
-from typing import Literal, get_args
+from typing import Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,6 @@ from commhooks.memory import ParameterMemory, lay_out_flat
 from commhooks.state import CommonOptions, HookState, checked_choice, checked_int
 
 SideName = Literal["p", "q"]
-SIDES: tuple[SideName, SideName] = get_args(SideName)
 FULL_STEPS = 2  # that the alternating variant begins with
 
 
@@ -104,9 +103,10 @@ class PowerSGDState(HookState):
         self.wire_dtype = checked_choice("wire_dtype", wire_dtype, (None, *ops.WIRE_DTYPES))
         self.alternating = alternating
         self.feed_back(use_error_feedback)
+        sides: tuple[SideName, ...] = ("p", "q") if alternating else ("q",)
         if warm_start:
-            self.common |= {side: self._factor_memory(side) for side in SIDES}
-        self._fresh = {side: self._factor_memory(side) for side in SIDES}
+            self.common |= {side: self._factor_memory(side) for side in sides}
+        self._fresh = {side: self._factor_memory(side) for side in sides}
         self._plans: WeakKeyDictionary[Layout, ops.Plan] = WeakKeyDictionary()
 
     def config(self) -> dict[str, object]:
@@ -191,6 +191,7 @@ async def powersgd(state: PowerSGDState, bucket: Bucket, comm: Comm) -> Tensor:
     state.received(worst)
     kept = state.next_residual(bucket)
     ops.reconstruct_(m, plan, mean, sent, out=bucket.buffer, residual=kept)
+    state.received_result(bucket.buffer)
     return bucket.buffer
 
 

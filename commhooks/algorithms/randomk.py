@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from commhooks import ops
 from commhooks.algorithms.allreduce import allreduce
-from commhooks.algorithms.chosen import reduce_chosen, settle
+from commhooks.algorithms.chosen import reduce_chosen, reduce_riders, settle
 from commhooks.algorithms.packing import Packing, PackingByLayout
 from commhooks.bucket import Bucket, Slice
 from commhooks.comm import Comm
@@ -103,11 +103,14 @@ class RandomKState(HookState):
 async def randomk(state: RandomKState, bucket: Bucket, comm: Comm) -> Tensor:
     """The mean over all ranks of randomly drawn entries, in place in `bucket.buffer`."""
     packing = state.packings[bucket.layout]
-    if state.reduces_exactly(bucket) or not packing.packed:
+    if state.reduces_exactly(bucket):
         return await allreduce(state, bucket, comm)
     m, riding = packing.gather(bucket.buffer, state.residual(bucket))
-    places, lengths = state.draw(packing, m.device)
-    scale = lengths.to(m.dtype) if state.unbiased else None
-    reduced = await reduce_chosen(places, m, riding, state.wire_dtype, comm, scale)
+    if packing.packed:
+        places, lengths = state.draw(packing, m.device)
+        scale = lengths.to(m.dtype) if state.unbiased else None
+        reduced = await reduce_chosen(places, m, riding, state.wire_dtype, comm, scale)
+    else:
+        reduced = await reduce_riders(m, riding, comm)
     settle(state, bucket, packing, reduced)
     return bucket.buffer

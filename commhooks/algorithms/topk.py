@@ -26,7 +26,7 @@ from typing_extensions import Unpack
 
 from commhooks import ops
 from commhooks.algorithms.allreduce import allreduce
-from commhooks.algorithms.chosen import Reduced, reduce_chosen, settle
+from commhooks.algorithms.chosen import Reduced, reduce_chosen, reduce_riders, settle
 from commhooks.algorithms.packing import PackingByLayout
 from commhooks.algorithms.selection import AnySelection, BlockSelection, ExactSelection
 from commhooks.bucket import Bucket
@@ -51,7 +51,7 @@ class TopKState(HookState):
         aggregation: "allgather", "balanced" or "leader", see the module; "auto" is the one of the first two that sends
             less: "allgather" for two ranks, "balanced" for more. "balanced" needs selection="block".
         wire_dtype: of the values: torch.bfloat16, float16 or float32. What rounding takes is fed back.
-        use_error_feedback: add to the next gradient what was not sent of this one. Without it top-k does not converge.
+        use_error_feedback: add to the next gradient what was not sent of this one. Without it they never are.
         warmup_steps: number of steps after `start_iter` in which the density falls from 1 to its target, by the same
             factor each step (deep gradient compression, arXiv:1712.01887).
         momentum: momentum correction with factor masking (arXiv:1712.01887): gradients are gathered into a velocity
@@ -85,6 +85,8 @@ class TopKState(HookState):
             raise ValueError(f"density is {density} and k is {k}; only one of them may be given")
         if density is not None and not 0 < density <= 1:
             raise ValueError(f"density is {density}; it must be above 0 and at most 1")
+        if momentum and self.track_error:
+            raise ValueError(f"track_error is True; with momentum={momentum} it must be False")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}; it must be at least 0 and below 1")
         self.k = None if k is None else checked_int("k", k, least=1)
@@ -141,11 +143,14 @@ class TopKState(HookState):
 
 async def topk(state: TopKState, bucket: Bucket, comm: Comm) -> Tensor:
     """The mean over all ranks of each rank's largest entries, in place in `bucket.buffer`."""
-    packing = state.packings[bucket.layout]
-    if state.reduces_exactly(bucket) or not packing.packed:
+    if state.reduces_exactly(bucket):
         return await allreduce(state, bucket, comm)
-    velocity = _correct_momentum(state, bucket) if state.momentum else None
-    m, riding = packing.gather(bucket.buffer, state.residual(bucket))
+    packing = state.packings[bucket.layout]
+    velocity = _moved(state, bucket) if state.momentum else None
+    m, riding = packing.gather(bucket.buffer if velocity is None else velocity, state.residual(bucket))
+    if not packing.packed:
+        settle(state, bucket, packing, await reduce_riders(m, riding, comm))
+        return bucket.buffer
     selection = state.select_from(packing.numel)
     aggregation = state.aggregation_among(comm.world_size)
     if aggregation == "leader":
@@ -162,13 +167,11 @@ async def topk(state: TopKState, bucket: Bucket, comm: Comm) -> Tensor:
     return bucket.buffer
 
 
-def _correct_momentum(state: TopKState, bucket: Bucket) -> Tensor:
-    """The gradient becomes the velocity. Returns where that is kept for the next step."""
+def _moved(state: TopKState, bucket: Bucket) -> Tensor:
+    """momentum x velocity + gradient, where it is kept for the next step."""
     memory = state.own["velocity"]
     velocity = memory.next(bucket)
-    torch.add(bucket.buffer, memory.flat(bucket), alpha=state.momentum, out=velocity)
-    bucket.buffer.copy_(velocity)
-    return velocity
+    return torch.add(bucket.buffer, memory.flat(bucket), alpha=state.momentum, out=velocity)
 
 
 async def _allgather(selection: AnySelection, m: Tensor, riding: Tensor, comm: Comm) -> tuple[Reduced, Tensor]:

@@ -11,6 +11,7 @@ from commhooks import CastState, PowerSGDState, TopKState, reshard
 from commhooks.algorithms.cast import bf16
 from commhooks.algorithms.powersgd import powersgd
 from commhooks.algorithms.topk import topk
+from commhooks.bucket import Bucket
 from commhooks.simulate import Simulation
 
 # Sides are multiples of 16, so that every parameter and factor begins at 64 bytes in any bucket: how the CPU's matrix
@@ -189,6 +190,98 @@ def test_residuals_follow_the_loss_scale(case):
     expected = flatten(plain.states[0].state_dict()["rank0"]["residual"])
     assert (saved - expected).norm() <= 1e-2 * expected.norm()
     assert like
+
+
+@pytest.mark.parametrize("case", **named(CASES))
+def test_parameters_may_change_buckets_on_the_way(case):
+    """Catches: riders whose residual or velocity waits in vain in a bucket without matrices."""
+    if case.name in OF_BUCKETS:
+        pytest.skip("depends on the buckets, as documented")
+    one = case.simulation(3)
+    for step in range(4):
+        apart = [["p3", "p2", "p0"], ["p1"]] if step % 2 else [["p3", "p2", "p1", "p0"]]
+        one.step(gradients(step), apart)
+    like = gradients(0)[0]
+    owed = sum(flatten(x) + residual_of(state, x) for x, state in zip(gradients(9), one.states, strict=True))
+    results = one.step(gradients(9), [["p3", "p2", "p0"], ["p1"]])
+    paid = sum(
+        flatten({n: x[n] for n in like}) + residual_of(s, like) for x, s in zip(results, one.states, strict=True)
+    )
+    if case.feedback:
+        assert (owed - paid).abs().max() <= 0.05 * owed.abs().max()
+
+
+def test_momentum_of_a_rider_does_not_depend_on_its_bucket():
+    for buckets in ([["w", "b"]], [["w"], ["b"]]):
+        ranks = Simulation(topk, lambda: TopKState(k=1, momentum=0.5), 1)
+        for _ in range(3):
+            result = ranks.step([{"w": torch.ones(4, 4), "b": torch.ones(3)}], buckets)[0]
+        assert result["b"].tolist() == [1.75] * 3
+
+
+def test_a_loss_scale_reaches_residuals_of_parameters_that_wait_for_their_new_bucket():
+    ranks = Simulation(bf16, lambda: CastState(use_error_feedback=True), 1)
+    ranks.step(gradients(0, 1), BUCKETS)
+    before = residual_of(ranks.states[0], gradients(0, 1)[0])
+    (state,) = ranks.states
+    state.begin_step(torch.device("cpu"))
+    layout = ranks._layout(0, ["p3"], gradients(0, 1)[0])
+    state.feedback.flat(Bucket(layout, torch.zeros(256), is_last=False))  # and backward dies
+    state.rescale(4)
+    assert torch.equal(residual_of(state, gradients(0, 1)[0]), before * 4)
+
+
+@pytest.mark.parametrize("case", **named(WITH_FEEDBACK))
+def test_a_half_precision_result_that_overflows_is_a_step_that_has_not_been(case):
+    ranks = case.simulation(1)
+    ranks.step(gradients(0, 1, torch.float16))
+    for state in ranks.states:
+        state.rescale(0)
+    large = [{name: torch.full_like(x, 65504.0) for name, x in gradients(0, 1, torch.float16)[0].items()}]
+    for state in ranks.states:
+        for piece in state.feedback.pieces.values():
+            piece.fill_(3e4)
+    before = residual_of(ranks.states[0], large[0])
+    result = flatten(ranks.step(large)[0])
+    if not result.isfinite().all():
+        assert ranks.states[0].step == 1
+        assert torch.equal(residual_of(ranks.states[0], large[0]), before)
+    else:
+        assert ranks.states[0].step == 2
+
+
+def test_momentum_of_half_precision_gradients_may_pass_what_they_hold():
+    ranks = Simulation(topk, lambda: TopKState(k=1, momentum=0.9, wire_dtype=torch.float32), 1)
+    gradient = torch.zeros(4, 4, dtype=torch.float16)
+    gradient[0, 0], gradient[1, 1] = 9000, 8000  # the one that waits gathers 8000 x 10
+    for _ in range(12):
+        ranks.step([{"w": gradient}])
+    assert ranks.states[0].step > 6
+
+
+def test_a_loss_scale_that_is_none_is_refused():
+    ranks = Simulation(bf16, lambda: CastState(use_error_feedback=True, grad_scaler=lambda: 0.0), 1)
+    with pytest.raises(ValueError, match=r"grad_scaler returned 0\.0"):
+        ranks.step(gradients(0, 1))
+
+
+def test_the_tracked_error_is_not_of_a_void_step():
+    ranks = Simulation(powersgd, lambda: PowerSGDState(None, 2, 0, track_error=True), 1)
+    ranks.step(gradients(0, 1))
+    before = ranks.states[0].compression_error()
+    bad = gradients(1, 1)
+    bad[0]["p0"][0, 0] = float("nan")
+    ranks.step(bad)
+    assert ranks.states[0].compression_error() == before
+
+
+def test_a_refused_state_dict_is_forgotten():
+    ranks = Simulation(powersgd, lambda: PowerSGDState(None, 2, 0), 2)
+    ranks.step(gradients(0, 2))
+    (state, other) = ranks.states
+    with pytest.raises(ValueError, match="of rank1"):
+        state.load_state_dict(other.state_dict())
+    assert not state.is_loading
 
 
 def test_rescale_keeps_the_update_that_is_owed():

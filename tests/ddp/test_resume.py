@@ -1,5 +1,7 @@
 """Checkpoints of training over real process groups: what is resumed is as if it had never stopped."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -123,3 +125,38 @@ def other_models():
 
 def test_a_state_of_another_model_is_refused_when_registered(ranks):
     ranks(2, other_models)
+
+
+def different_steps():
+    training = Training("randomk", 25)
+    training.train(range(2))
+    early = training.state.state_dict()
+    training.train(range(2))
+    with pytest.raises(ValueError, match="step is 4 on rank 0 and 2 on rank 1"):
+        training.state.load_state_dict(early if dist.get_rank() else training.state.state_dict())
+    with pytest.raises(ValueError, match="rank 1: the state dict does not fit"):
+        training.state.load_state_dict({**early, "world_size": 5} if dist.get_rank() else early)
+
+
+def test_ranks_that_load_different_steps_are_all_told(ranks):
+    """Catches: checkpoints of which one rank's is older, after which ranks would silently do different things."""
+    ranks(2, different_steps)
+
+
+def another_model_with_the_same_state():
+    training = Training("powersgd", 25)
+    training.train(range(3))
+    state, before = training.state, training.state.state_dict()
+    del training
+    gc.collect()
+    ddp = DDP(linears(4))
+    commhooks.register(ddp, commhooks.powersgd_hook, state)
+    rank = f"rank{dist.get_rank()}"
+    after = state.state_dict()
+    assert all(torch.equal(x, after[rank]["residual"][name]) for name, x in before[rank]["residual"].items())
+    assert sum(len(memory.pieces) for memory in state.own.values()) == 0  # nothing of the old model is held
+
+
+def test_a_state_goes_on_with_a_new_model(ranks):
+    """Catches: residuals of parameters that are gone, held for ever, while the new ones begin at zero."""
+    ranks(2, another_model_with_the_same_state)

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import inputs, linears, register, train
+from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import profile
 
@@ -81,3 +83,43 @@ def test_tracking_needs_error_feedback():
             state_type(use_error_feedback=False, track_error=True)
     with pytest.raises(ValueError, match="track_error is True"):
         commhooks.HookState(track_error=True)
+
+
+def joined():
+    ddp = DDP(linears(3), bucket_cap_mb=0.02)
+    state = register(ddp, "powersgd", check_replicas_every=1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with Join([ddp]):
+        for step in range(3 + 2 * dist.get_rank()):
+            optimizer.zero_grad()
+            ddp(inputs(step)).square().mean().backward()
+            optimizer.step()
+    assert state.step >= 3
+    commhooks.check_replicas(ddp)
+
+
+def test_replicas_are_not_checked_while_a_rank_has_joined(ranks):
+    """Catches: a false alarm, for a rank without inputs does not step its optimizer."""
+    ranks(2, joined)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(50, 32, sparse=True), nn.Linear(32, 32)
+
+    def forward(self, indices, scale):
+        return (self.embedding(indices) * scale).sum() + self.linear(inputs(width=32)).square().mean()
+
+
+def sparse_overflow():
+    ddp = DDP(Sparse())
+    state = register(ddp, "powersgd")
+    for step, scale in enumerate([1.0, float("inf"), 1.0]):
+        ddp.zero_grad()
+        ddp(torch.arange(5), scale if dist.get_rank() else 1.0).backward()
+        assert state.step == step + 1 - (step > 0)
+
+
+def test_an_infinite_sparse_gradient_voids_the_step_too(ranks):
+    ranks(2, sparse_overflow)
