@@ -54,7 +54,7 @@ class Binding:
         self.executor = (Inline if inline else Pipelined)(state, group, device)
 
     def is_alive(self) -> bool:
-        """False once the model is gone: the state may serve another that has the same parameters."""
+        """False once the model is gone: the state may serve another, whose parameters of the same names go on."""
         return self.ddp is None or self.ddp() is not None
 
     def is_joining(self) -> bool:
