@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from torch import Tensor
@@ -33,6 +34,11 @@ class Layout:
 
     index: int
     slices: tuple[Slice, ...]
+
+    @cached_property
+    def keys(self) -> tuple[Hashable, ...]:
+        """The parameters' keys, in their order."""
+        return tuple(x.key for x in self.slices)
 
     def holds(self, keys: Sequence[Hashable]) -> bool:
         """Are these, in this order, the bucket's parameters?"""

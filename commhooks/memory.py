@@ -1,6 +1,7 @@
 """Tensors that belong to parameters, stored flat for each bucket, and renewed by whole steps or not at all."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +11,13 @@ from commhooks.ops import compute_dtype
 
 Numel = Callable[[Slice], int]
 Start = Callable[[Slice, Tensor], object]
+
+
+class Flat(NamedTuple):
+    """One flat tensor for a bucket, and each parameter's piece of it."""
+
+    whole: Tensor
+    pieces: tuple[Tensor, ...]
 
 
 class ParameterMemory:
@@ -33,8 +41,8 @@ class ParameterMemory:
         self.pieces: dict[Hashable, Tensor] = {}
         self._numel, self._start = numel, start
         self._homes: dict[Hashable, Layout] = {}  # whose flat tensor a parameter's piece lies in
-        self._flat: dict[Layout, Tensor] = {}
-        self._spare: dict[Layout, Tensor] = {}
+        self._flat: dict[Layout, Flat] = {}
+        self._spare: dict[Layout, Flat] = {}
         self._written: set[Layout] = set()  # whose spare tensor this step has written
         self._loaded: dict[str, Tensor] = {}  # by the parameter's name, until it comes
 
@@ -42,26 +50,27 @@ class ParameterMemory:
         """The bucket's flat tensor, made of each parameter's piece in their order. Only to be read."""
         layout = bucket.layout
         if layout not in self._flat:
-            self._flat[layout] = lay_out_flat(bucket, self._numel, self._move)
+            self._flat[layout] = self._cut(layout, lay_out_flat(bucket, self._numel, self._move))
             self._enter(layout)
-        return self._flat[layout]
+            self._homes |= dict.fromkeys(layout.keys, layout)
+        return self._flat[layout].whole
 
     def next(self, bucket: Bucket) -> Tensor:
         """The same for the next step: to be written, as a whole."""
         flat, layout = self.flat(bucket), bucket.layout
         if layout not in self._spare:
-            self._spare[layout] = torch.empty_like(flat)
+            self._spare[layout] = self._cut(layout, torch.empty_like(flat))
         self._written.add(layout)
-        return self._spare[layout]
+        return self._spare[layout].whole
 
     def is_written(self, bucket: Bucket) -> bool:
         """Has this step written the bucket's `next`?"""
         return bucket.layout in self._written
 
-    def split(self, bucket: Bucket, flat: Tensor) -> list[tuple[Slice, Tensor]]:
-        """The parameters of the bucket, and the piece of each in `flat`."""
-        slices = bucket.layout.slices
-        return list(zip(slices, flat.split([self._numel(x) for x in slices]), strict=True))
+    def pieces_of(self, bucket: Bucket, *, after: bool) -> tuple[Tensor, ...]:
+        """The bucket's pieces, in the order of its parameters: as kept, or as written for the next step."""
+        self.flat(bucket)
+        return (self._spare if after else self._flat)[bucket.layout].pieces
 
     def commit(self) -> None:
         """What was written since the last `commit` or `discard` counts."""
@@ -75,8 +84,9 @@ class ParameterMemory:
         self._written.clear()
 
     def mul_(self, factor: float | Tensor) -> None:
-        for x in [*self.pieces.values(), *self._loaded.values()]:
-            x.mul_(factor)
+        tensors = [*self.pieces.values(), *self._loaded.values()]
+        if tensors:
+            torch._foreach_mul_(tensors, factor)
 
     def state_dict(
         self, parameters: Iterable[Slice], dtypes: Mapping[str, torch.dtype], device: torch.device
@@ -102,11 +112,11 @@ class ParameterMemory:
             held.clear()
         self._loaded = copies
 
+    def _cut(self, layout: Layout, whole: Tensor) -> Flat:
+        return Flat(whole, whole.split([self._numel(x) for x in layout.slices]))
+
     def _enter(self, layout: Layout) -> None:
-        flat = self._flat[layout]
-        numels = [self._numel(x) for x in layout.slices]
-        for x, piece in zip(layout.slices, flat.split(numels), strict=True):
-            self.pieces[x.key], self._homes[x.key] = piece, layout
+        self.pieces.update(zip(layout.keys, self._flat[layout].pieces, strict=True))
 
     def _move(self, parameter: Slice, piece: Tensor) -> None:
         key = parameter.key

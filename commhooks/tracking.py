@@ -57,15 +57,14 @@ def start(
 async def _tracked(algorithm: Algorithm, state: "HookState", bucket: Bucket, comm: Comm) -> Tensor:
     if state.reduces_exactly(bucket):
         return await algorithm(state, bucket, comm)
-    feedback = state.own["residual"]
-    pieces = feedback.split(bucket, feedback.flat(bucket))
-    whole = [torch.linalg.vector_norm(x.of(bucket.buffer) + piece) for x, piece in pieces]
+    feedback, slices = state.own["residual"], bucket.layout.slices
+    before = feedback.pieces_of(bucket, after=False)
+    whole = [torch.linalg.vector_norm(x.of(bucket.buffer) + piece) for x, piece in zip(slices, before, strict=True)]
     result = await algorithm(state, bucket, comm)
     if feedback.is_written(bucket):
-        pieces = feedback.split(bucket, feedback.next(bucket))
-        rest = [torch.linalg.vector_norm(piece) for _, piece in pieces]
-        names = [x.name for x, _ in pieces]
-        state.errors.latest |= dict(zip(names, zip(rest, whole, strict=True), strict=True))
+        rest = [torch.linalg.vector_norm(piece) for piece in feedback.pieces_of(bucket, after=True)]
+        norms = zip(rest, whole, strict=True)
+        state.errors.latest |= {x.name: both for x, both in zip(slices, norms, strict=True)}
     return result
 
 

@@ -266,13 +266,13 @@ def flat_memory(hook):
             sizes.append(sum(x.numel() for x in _tensors(state)))
     assert len(set(sizes)) == 1, sizes
     if state.feedback:
-        residuals = sum(flat.numel() for flat in state.feedback._flat.values())
+        residuals = sum(flat.whole.numel() for flat in state.feedback._flat.values())
         assert residuals == sum(p.numel() for p in ddp.parameters())
 
 
 def _tensors(state):
     memories = [*state.own.values(), *state.common.values(), *getattr(state, "_fresh", {}).values()]
-    return [flat for memory in memories for flats in (memory._flat, memory._spare) for flat in flats.values()]
+    return [flat.whole for memory in memories for flats in (memory._flat, memory._spare) for flat in flats.values()]
 
 
 @all_hooks
