@@ -16,10 +16,10 @@ T = TypeVar("T")
 DDP_OPTIONS = ("bucket_bytes_cap", "find_unused_parameters", "static_graph", "broadcast_buffers")
 
 
-def configuration(hook: str, state: HookState) -> dict[str, object]:
-    """What decides which collectives the hook of this name makes."""
+def configuration(state: HookState) -> dict[str, object]:
+    """What decides which collectives a hook makes with this state."""
     options = {name: getattr(state, name) for name in ("executor", "check_replicas_every", "step")}
-    return {"hook": hook, "state": type(state).__name__} | state.config() | options
+    return {"state": type(state).__name__} | state.config() | options
 
 
 def agree(ddp: DDP, config: Mapping[str, object], problem: str | None = None) -> None:
@@ -29,7 +29,7 @@ def agree(ddp: DDP, config: Mapping[str, object], problem: str | None = None) ->
 
     Args:
         ddp: the model.
-        config: what must be the same on every rank, by name; the hook's `configuration`.
+        config: what must be the same on every rank, by name, such as the state's `configuration`.
         problem: what is wrong on this rank; None if nothing is.
 
     Raises:

@@ -64,7 +64,7 @@ class Binding:
     def agree(self, problem: str | None) -> None:
         """Compare the state with the other ranks'. Raises on all of them what is wrong on any."""
         if self.ddp is not None:
-            agree(self.model(), configuration("hook", self._state), problem)
+            agree(self.model(), configuration(self._state), problem)
         elif problem:
             raise ValueError(problem)
 
@@ -143,7 +143,7 @@ def _bind_on_all_ranks(state: HookState, hook: str, ddp: DDP) -> Binding:
         binding = Binding(state, ddp, next(ddp.module.parameters()).device)
     except ValueError as error:
         problem = str(error)
-    agree(ddp, configuration(hook, state), problem)
+    agree(ddp, {"hook": hook} | configuration(state), problem)
     state.binding = binding
     assert binding is not None  # else there is a problem
     return binding

@@ -77,8 +77,7 @@ def save(state: "HookState", model: Model) -> StateDict:
 
 def check(state: "HookState", saved: StateDict) -> None:
     """Raise ValueError if `saved` is not one of a state like `state`."""
-    if saved.get("format") != FORMAT:
-        raise ValueError(f"this is no state dict of a commhooks state of format {FORMAT}: its keys are {list(saved)}")
+    _check_format(saved)
     _refuse(state, _differences({"state": type(state).__name__}, {"state": saved["state"]}))
     _refuse(state, _differences(_texts(state.config()), saved["config"]))
 
@@ -122,7 +121,7 @@ def reshard(state_dicts: Sequence[StateDict], new_world_size: int) -> list[State
         raise ValueError(f"new_world_size is {new_world_size!r}; it must be an integer of at least 1")
     _check_complete(state_dicts)
     first = state_dicts[0]
-    parts = [x[_part(rank)] for rank, x in enumerate(_by_rank(state_dicts))]
+    parts = [x[_part(_rank(x))] for x in sorted(state_dicts, key=_rank)]
     mean = {name: {key: _mean([part[name][key] for part in parts]) for key in parts[0][name]} for name in parts[0]}
     shared = {key: value for key, value in first.items() if not key.startswith("rank")}
     return [
@@ -131,25 +130,23 @@ def reshard(state_dicts: Sequence[StateDict], new_world_size: int) -> list[State
     ]
 
 
+def _check_format(saved: StateDict) -> None:
+    if saved.get("format") != FORMAT:
+        raise ValueError(f"this is no state dict of a commhooks state of format {FORMAT}: its keys are {list(saved)}")
+
+
 def _check_complete(state_dicts: Sequence[StateDict]) -> None:
     if not state_dicts:
         raise ValueError("state_dicts is empty; it must have those of all ranks")
     first = state_dicts[0]
     for saved in state_dicts:
-        if saved.get("format") != FORMAT:
-            raise ValueError(
-                f"this is no state dict of a commhooks state of format {FORMAT}: its keys are {list(saved)}"
-            )
+        _check_format(saved)
         for key in ("state", "world_size", "step", "config", "parameters"):
             if saved[key] != first[key]:
                 raise ValueError(f"state_dicts are of different runs or steps: {key} is {first[key]} and {saved[key]}")
     ranks = sorted(_rank(saved) for saved in state_dicts)
     if ranks != list(range(first["world_size"])):
         raise ValueError(f"state_dicts are of ranks {ranks}; they must be of all {first['world_size']}, each once")
-
-
-def _by_rank(state_dicts: Sequence[StateDict]) -> list[StateDict]:
-    return sorted(state_dicts, key=_rank)
 
 
 def _mean(values: Sequence[Any]) -> Any:

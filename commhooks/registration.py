@@ -38,7 +38,7 @@ def register(ddp: DDP, hook: Callable[..., Any], state: HookState | None = None)
     bound, problem, config = None, None, {}
     try:
         bound = _prepare(ddp, hook, state)
-        config = configuration(hook.__name__, bound)
+        config = {"hook": hook.__name__} | configuration(bound)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait to hear of it
         problem = str(error) or repr(error)
     try:

@@ -24,20 +24,30 @@ class Packing:
         self.riders: list[Slice] = []
         self.packed: list[tuple[Slice, int]] = []  # and where it begins in M
         self.numel = 0
-        for x in layout.slices:
+        self._cuts: list[int] = []  # of M: each parameter, and the zeros behind it
+        packed_at: list[int] = []  # of the bucket's slices, which ones
+        riders_at: list[int] = []
+        for i, x in enumerate(layout.slices):
             if len(x.shape) < 2 or x.numel < max(1, min_numel):
                 self.riders.append(x)
+                riders_at.append(i)
             else:
                 self.packed.append((x, self.numel))
-                self.numel += -(-x.numel // alignment) * alignment
-        self._is_dense = self.numel == sum(x.numel for x, _ in self.packed)
+                packed_at.append(i)
+                zeros = -x.numel % alignment
+                self._cuts += [x.numel, zeros]
+                self.numel += x.numel + zeros
+        self._order = packed_at + riders_at
+        self._numels = [x.numel for x in layout.slices]
+        self._riders_numels = [x.numel for x in self.riders]
+        self._is_dense = not any(self._cuts[1::2])
 
     def gather(self, gradient: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """M = gradient + residual, (numel,), and the riders' part of that sum, packed; in the compute dtype."""
         dtype = compute_dtype(gradient.dtype)
         make = torch.empty if self._is_dense else torch.zeros
         m = make(self.numel, dtype=dtype, device=gradient.device)
-        riding = torch.empty(sum(x.numel for x in self.riders), dtype=dtype, device=gradient.device)
+        riding = torch.empty(sum(self._riders_numels), dtype=dtype, device=gradient.device)
         torch._foreach_copy_(self._pieces(m, riding), self._slices(gradient))
         if residual is not None:
             torch._foreach_add_(self._pieces(m, riding), self._slices(residual))
@@ -48,11 +58,11 @@ class Packing:
         torch._foreach_copy_(self._slices(out), self._pieces(m, riding))
 
     def _slices(self, flat: Tensor) -> list[Tensor]:
-        return [x.of(flat) for x, _ in self.packed] + [x.of(flat) for x in self.riders]
+        slices = flat.split(self._numels)
+        return [slices[i] for i in self._order]
 
     def _pieces(self, m: Tensor, riding: Tensor) -> list[Tensor]:
-        pieces = [m[start : start + x.numel] for x, start in self.packed]
-        return pieces + list(riding.split([x.numel for x in self.riders]))
+        return [*m.split(self._cuts)[::2], *riding.split(self._riders_numels)]
 
 
 class PackingByLayout:
