@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.ranks import run_rank
 from benchmarks.rig import tx_bytes
 from benchmarks.train import Training
 from benchmarks.variants import VARIANTS
@@ -122,8 +122,13 @@ def _agreed(number: int) -> int:
     return int(answer)
 
 
-def race(names: list[str], rounds: int, slot_seconds: float, write: Callable[..., None]) -> None:
-    """All rounds of all variants; what `write` is given is described above."""
+def race(names: list[str], rounds: int, slot_seconds: float, out: Path) -> None:
+    """All rounds of all variants; the lines that rank 0 writes to `out` are described above."""
+    with out.open("w") if dist.get_rank() == 0 else nullcontext() as file:
+        _race(names, rounds, slot_seconds, partial(_write, file))
+
+
+def _race(names: list[str], rounds: int, slot_seconds: float, write: Callable[..., None]) -> None:
     interface = os.environ["GLOO_SOCKET_IFNAME"]
     contenders = []
     for name in names:
@@ -155,13 +160,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    with args.out.open("w") if dist.get_rank() == 0 else nullcontext() as out:
-        race(args.variants, args.rounds, args.slot_seconds, partial(_write, out))
-    last = dist.barrier(async_op=True)  # kept until the end, as in the example
-    last.wait()
-    dist.destroy_process_group()
+    run_rank(partial(race, args.variants, args.rounds, args.slot_seconds, args.out), timeout=120)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ Every hook trains the same GPT of 1.89M parameters, all in one group of processe
 medians of rounds; ± is the distance from the fastest round to the slowest, and a difference that is not larger is
 called none. The floor is the longer of a step without communication and of the bytes at the interface, headers
 included, over the measured rate. Exposed is what a step takes longer than one without communication. The phases are
-of rank 0, in steps of their own under the profiler.
+of rank 0, in steps of their own under the profiler. The optimizer is torch's fused AdamW.
 """
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.ranks import run_rank
 from benchmarks.rig import Rig
 from commhooks.executor import all_gather_single
 
@@ -95,25 +96,25 @@ class Ranks:
         return seconds.item()
 
 
+def time_all(collectives: list[str], sizes: list[int], out: Path) -> None:
+    """Time all collectives at all sizes (bytes); rank 0 writes them, one JSON line each."""
+    ranks = Ranks()
+    lines = []
+    for nbytes in sizes:
+        for collective in collectives:
+            seconds = ranks.time(collective, nbytes)
+            lines.append(json.dumps({"collective": collective, "nbytes": nbytes, "seconds": seconds}))
+    if dist.get_rank() == 0:
+        out.write_text("\n".join(lines) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--collectives", nargs="+", choices=(*COLLECTIVES, HIERARCHICAL), required=True)
     parser.add_argument("--sizes", nargs="+", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    ranks = Ranks()
-    lines = []
-    for nbytes in args.sizes:
-        for collective in args.collectives:
-            seconds = ranks.time(collective, nbytes)
-            lines.append(json.dumps({"collective": collective, "nbytes": nbytes, "seconds": seconds}))
-    if dist.get_rank() == 0:
-        args.out.write_text("\n".join(lines) + "\n")
-    last = dist.barrier(async_op=True)  # kept until the end, as in the example
-    last.wait()
-    dist.destroy_process_group()
+    run_rank(partial(time_all, args.collectives, args.sizes, args.out))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commhooks
+from benchmarks.ranks import run_rank
 from benchmarks.tasks import TASKS, Task, evaluate, loss_of
 from commhooks.comm import AllReduce
 
@@ -115,7 +116,7 @@ class Training:
         parameters = self.ddp.parameters()
         self.optimizer: torch.optim.Optimizer
         if task.momentum is None:
-            self.optimizer = torch.optim.AdamW(parameters, lr=lr)
+            self.optimizer = torch.optim.AdamW(parameters, lr=lr, fused=True)
         else:
             momentum = 0.0 if variant.momentum_in_hook else task.momentum
             self.optimizer = torch.optim.SGD(parameters, lr=lr, momentum=momentum)
@@ -174,24 +175,24 @@ def time_steps(task: str, variants: list[str], rounds: int) -> Result:
     return seconds
 
 
+def do(plan: Path, out: Path) -> None:
+    """All jobs of the plan."""
+    jobs: dict[str, Callable[..., Result]] = {"train": train, "time": time_steps}
+    for index, line in enumerate(plan.read_text().splitlines()):
+        job = json.loads(line)
+        result = jobs[job.pop("do")](**job)
+        if dist.get_rank() == 0:
+            with out.open("a") as file:
+                file.write(json.dumps({"index": index, "result": result}) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    jobs: dict[str, Callable[..., Result]] = {"train": train, "time": time_steps}
-    for index, line in enumerate(args.plan.read_text().splitlines()):
-        job = json.loads(line)
-        result = jobs[job.pop("do")](**job)
-        if dist.get_rank() == 0:
-            with args.out.open("a") as out:
-                out.write(json.dumps({"index": index, "result": result}) + "\n")
-    last = dist.barrier(async_op=True)  # kept until the end, as in the example
-    last.wait()
-    dist.destroy_process_group()
+    run_rank(partial(do, args.plan, args.out))
 
 
 if __name__ == "__main__":

@@ -23,9 +23,10 @@ FRACTIONS = {"a third": 1 / 3, "two thirds": 2 / 3, "all": 1.0}  # of bf16's run
 HOW = """\
 `python -m benchmarks.convergence`. Two ranks train from each seed's own start. Losses are those of held-out data,
 each the mean of the last five evaluations. The learning rate is the best of a grid for bf16, with a seed of its
-own, and every hook has the same. A hook's goal is the loss that bf16 has, with the same seed, at the end of its
-run. The steps and bytes to it are read off the hook's own curve, and never extrapolated. Numbers are medians over
-the seeds, with the least and the largest in brackets.
+own, and every hook has the same. DDP's buckets are what suits each: 1 MB for plain DDP and bf16, 5 MB for the others.
+AdamW is torch's fused one. A hook's goal is the loss that bf16 has, with the same seed, at the end of its run. The
+steps and bytes to it are read off the hook's own curve, and never extrapolated. Numbers are medians over the seeds,
+with the least and the largest in brackets.
 
 Seconds are derived: steps times the median step on a link of that rate, all hooks measured in turn, and the link's
 time for what a warm-up sends besides. `x bf16` is a hook's time over bf16's, seed by seed: where the brackets

@@ -9,8 +9,7 @@ import json
 import os
 import time
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median
 from typing import TextIO
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from benchmarks.ranks import run_rank
 from benchmarks.rig import tx_bytes
 from benchmarks.variants import VARIANTS, Variant
 from examples.train_ddp import GPT, batches, loss_of, standard_library_text
@@ -37,7 +37,7 @@ class Training:
         # Every rank has drawn the same parameters: DDP need not send them over a slow link first.
         self.ddp = DDP(self.model, bucket_cap_mb=variant.bucket_cap_mb, gradient_as_bucket_view=True, init_sync=False)
         self.state = variant.register(self.ddp, rank)
-        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=lr)
+        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=lr, fused=True)
         text = _text()
         self.data = batches(text[:-HELD_OUT], batch, self.model.context, seed=1 + dist.get_rank())
         held_out = batches(text[-HELD_OUT:], 64, self.model.context, seed=0)
@@ -117,6 +117,14 @@ def _steps_in(seconds: float, past: list[float]) -> int:
     return int(answer)
 
 
+def train(args: argparse.Namespace) -> None:
+    training = Training(VARIANTS[args.variant], args.rank, args.batch, args.lr)
+    with args.out.open("w") if dist.get_rank() == 0 else nullcontext() as out:
+        results = run(training, args.steps, args.seconds, os.environ["GLOO_SOCKET_IFNAME"], out)
+        if out:
+            out.write(json.dumps(results) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", choices=VARIANTS, required=True)
@@ -130,16 +138,7 @@ def main() -> None:
     if args.steps <= WARM_UP:
         parser.error(f"--steps is {args.steps}; it must be more than the {WARM_UP} steps of warm-up")
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    training = Training(VARIANTS[args.variant], args.rank, args.batch, args.lr)
-    with args.out.open("w") if dist.get_rank() == 0 else nullcontext() as out:
-        results = run(training, args.steps, args.seconds, os.environ["GLOO_SOCKET_IFNAME"], out)
-        if out:
-            out.write(json.dumps(results) + "\n")
-    last = dist.barrier(async_op=True)  # kept until the end, as in the example
-    last.wait()
-    dist.destroy_process_group()
+    run_rank(partial(train, args))
 
 
 if __name__ == "__main__":
