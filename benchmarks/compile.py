@@ -13,7 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from commhooks.triton_kernels import cast, powersgd, tiles, topk
+from commhooks.triton_kernels import cast, factors, powersgd, tiles, topk
 
 # Name, and the shared memory a block can have there: CUDA C Programming Guide, compute capabilities; CDNA 3 ISA guide.
 TARGETS = {
@@ -122,17 +122,17 @@ def _factor_cases() -> list[Case]:
     flags = {"HAS_RESIDUAL": True, "STORE_M": True}
     found = [
         Case("sum of partials", powersgd._sum_partials, sums, flags | chunk, 4, wide=False),
-        Case("magnitudes", powersgd._magnitudes, ("*bf16", "*bf16", "*i32", "*i64", "i32", "i32", "i32"), chunk, 4,
+        Case("magnitudes", factors._magnitudes, ("*bf16", "*bf16", "*i32", "*i64", "i32", "i32", "i32"), chunk, 4,
              wide=False),
-        Case("largest", powersgd._largest, ("*bf16", "*i32", "i32"), {"BLOCK": powersgd.LARGEST_BLOCK}, 8, 2, 2),
-        Case("keep_factor_", powersgd._keep_factor,
+        Case("largest", factors._largest, ("*bf16", "*i32", "i32"), {"BLOCK": factors.LARGEST_BLOCK}, 8, 2, 2),
+        Case("keep_factor_", factors._keep_factor,
              ("*fp32", "*bf16", "*fp32", "*i8", "*fp32", "*i64", "*i64", "fp32"), chunk, 4, wide=False),
     ]  # fmt: skip
     for rank in RANKS:
-        constants = powersgd.orthogonalize_constants(rank)
+        constants = factors.orthogonalize_constants(rank)
         warps = constants.pop("num_warps")
         types = ("*bf16", "*fp32", "*i8", "*i64", "fp32", "fp32")
-        found.append(Case(f"orthogonalize rank {rank}", powersgd._orthogonalize, types, constants, warps, wide=False))
+        found.append(Case(f"orthogonalize rank {rank}", factors._orthogonalize, types, constants, warps, wide=False))
     for gradient, size in (("fp32", 4), ("bf16", 2)):
         tensors = (
             "*fp32",

@@ -24,7 +24,7 @@ from commhooks import ops
 from commhooks.algorithms.powersgd import FULL_STEPS, powersgd as powersgd_algorithm
 from commhooks.bucket import Bucket
 from commhooks.comm import Collective, Comm
-from commhooks.triton_kernels import cast, powersgd, reference, reference_topk, topk
+from commhooks.triton_kernels import cast, factors, powersgd, reference, reference_topk, topk
 
 RANK = 4
 BLOCK_SIZE, DENSITY = 1024, 0.01
@@ -33,8 +33,8 @@ WIRE = torch.bfloat16
 
 BACKENDS = {KERNELS: "triton", COMPOSITION: "reference"}
 MODULES: dict[str, dict[str, ModuleType]] = {
-    KERNELS: {"cast": cast, "powersgd": powersgd, "topk": topk},
-    COMPOSITION: {"cast": reference, "powersgd": reference, "topk": reference_topk},
+    KERNELS: {"cast": cast, "factors": factors, "powersgd": powersgd, "topk": topk},
+    COMPOSITION: {"cast": reference, "factors": reference, "powersgd": reference, "topk": reference_topk},
 }
 
 Hook = Callable[[Any, Any], Future[Tensor]]
@@ -79,16 +79,16 @@ def powersgd_state(**options: Any) -> commhooks.PowerSGDState:
 
 
 def _powersgd(implementation: str, shapes: BucketShapes, device: torch.device) -> Iterator[Case]:
-    module = MODULES[implementation]["powersgd"]
+    module, thin = (MODULES[implementation][name] for name in ("powersgd", "factors"))
     plan = powersgd_state().plan(shapes.layout())
     gradient, residual = random_gradient(shapes, device), _residual(shapes, device)
     q, fresh = torch.randn(plan.q.numel, device=device), torch.randn(plan.q.numel, device=device)
     dtype = q.dtype
     m, wire, sent_p = module.project(random_gradient(shapes, device), residual, q, plan, RANKS, dtype)
-    p, lost = module.orthogonalize(wire, plan.p, 0.0, dtype)
+    p, lost = thin.orthogonalize(wire, plan.p, 0.0, dtype)
     _, new_q, sent_q = module.project_t(m, None, p, plan, RANKS, dtype, with_vectors=False)
     vectors = wire[plan.p.numel :]
-    scales, _ = module.magnitudes(new_q, plan.q, vectors)
+    scales, _ = thin.magnitudes(new_q, plan.q, vectors)
     mean = ops.Factors(p, new_q, vectors)
     sent = ops.Factors(p, sent_q, sent_p[plan.p.numel :])
     out = m if gradient.dtype == m.dtype else random_gradient(shapes, device)
@@ -103,16 +103,16 @@ def _powersgd(implementation: str, shapes: BucketShapes, device: torch.device) -
         lambda: module.project(gradient, residual, q, plan, RANKS, dtype),
         _nbytes(gradient, residual, m, q, wire, sent_p),
     )
-    yield case("orthogonalize", lambda: module.orthogonalize(wire, plan.p, 0.0, dtype), 2 * plan.p.numel * p.itemsize)
+    yield case("orthogonalize", lambda: thin.orthogonalize(wire, plan.p, 0.0, dtype), 2 * plan.p.numel * p.itemsize)
     yield case(
         "project_t",
         lambda: module.project_t(m, None, p, plan, RANKS, dtype, with_vectors=False),
         in_matrices + _nbytes(p, new_q, sent_q),
     )
-    yield case("magnitudes", lambda: module.magnitudes(new_q, plan.q, vectors), _nbytes(new_q, vectors))
+    yield case("magnitudes", lambda: thin.magnitudes(new_q, plan.q, vectors), _nbytes(new_q, vectors))
     yield case(
         "keep_factor_",
-        lambda: module.keep_factor_(q, new_q, plan.q, scales, lost, fresh),
+        lambda: thin.keep_factor_(q, new_q, plan.q, scales, lost, fresh),
         _nbytes(q, new_q),
     )
     yield case(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from commhooks.triton_kernels import cast, powersgd
+from commhooks.triton_kernels import cast, factors, powersgd
 from commhooks.triton_kernels.reference import Factor, Factors, Matrix, Plan
 
 FAR = 2**31 + 4096  # elements: its offset in elements does not fit into int32, that in bytes not into uint32
@@ -56,10 +56,10 @@ def test_cast(far_tensor, only_block):
 
 
 def test_largest(far_tensor, only_block):
-    x, slot = far_tensor(FAR + powersgd.LARGEST_BLOCK), torch.zeros((), dtype=torch.int32)
+    x, slot = far_tensor(FAR + factors.LARGEST_BLOCK), torch.zeros((), dtype=torch.int32)
     x[FAR + 4095] = -7.0
-    only_block((FAR + 4095) // powersgd.LARGEST_BLOCK)
-    powersgd._largest[(1,)](x, slot, len(x), powersgd.LARGEST_BLOCK)
+    only_block((FAR + 4095) // factors.LARGEST_BLOCK)
+    factors._largest[(1,)](x, slot, len(x), factors.LARGEST_BLOCK)
     assert slot.view(torch.float32) == 7.0
 
 
