@@ -222,9 +222,9 @@ def exposed(buckets: Sequence[Sequence[float]], ready: Sequence[float]) -> float
         nonlocal clock, flying
         still = []
         for arrival, *rest in flying:
-            clock = max(clock, arrival)
             if rest:
-                still.append(launch(rest))
+                clock = max(clock, arrival)
+            still.append(launch(rest) if rest else [arrival])
         flying = still
 
     for bucket, seconds in zip(buckets, ready, strict=True):
@@ -232,6 +232,7 @@ def exposed(buckets: Sequence[Sequence[float]], ready: Sequence[float]) -> float
         newest = launch(bucket)
         advance()
         flying = [newest, *flying]
-    while flying:
+    while any(rest for _, *rest in flying):
         advance()
+    clock = max([clock, *(arrival for (arrival,) in flying)])
     return clock - sum(ready)

@@ -42,6 +42,7 @@ class Binding:
         self.ddp = None if ddp is None else ref(ddp)
         self._state = state
         self._names = {} if ddp is None else {id(p): name for name, p in ddp.module.named_parameters()}
+        state.spares_unused = ddp is not None and ddp.find_unused_parameters and not ddp.static_graph
         if ddp is not None:
             state.attach(describe(ddp, group))
         elif state.is_loading:

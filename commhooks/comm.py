@@ -14,9 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Collective(ABC):
-    """A collective on this rank's `tensor`."""
+    """A collective on this rank's `tensor`.
+
+    `last`: the algorithm awaits no other one after it. Whoever drives it may let it wait as long as it likes, and on
+    each rank differently: no other collective depends on it.
+    """
 
     tensor: Tensor
+    last: bool = False
 
     def __await__(self) -> Generator["Collective", Tensor, Tensor]:
         return (yield self)
@@ -63,19 +68,23 @@ class Broadcast(Collective):
 
 @dataclass(frozen=True)
 class Comm:
-    """This rank's place among all ranks, and the collectives it can await."""
+    """This rank's place among all ranks, and the collectives it can await.
+
+    `more_follows`: what an algorithm takes for its last collective is not: it is part of another one.
+    """
 
     rank: int
     world_size: int
+    more_follows: bool = False
 
-    def all_reduce(self, tensor: Tensor) -> AllReduce:
-        return AllReduce(tensor)
+    def all_reduce(self, tensor: Tensor, *, last: bool = False) -> AllReduce:
+        return AllReduce(tensor, last and not self.more_follows)
 
-    def all_gather(self, tensor: Tensor) -> AllGather:
-        return AllGather(tensor)
+    def all_gather(self, tensor: Tensor, *, last: bool = False) -> AllGather:
+        return AllGather(tensor, last and not self.more_follows)
 
     def all_to_all(self, tensor: Tensor) -> AllToAll:
         return AllToAll(tensor)
 
     def broadcast(self, tensor: Tensor, root: int) -> Broadcast:
-        return Broadcast(tensor, root)
+        return Broadcast(tensor, root=root)

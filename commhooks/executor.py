@@ -63,12 +63,17 @@ class Inline:
         self._drain()
 
     def _drain(self) -> None:
-        while self._tasks:
+        while not all(task.awaits_its_last for task in self._tasks):
             self._advance()
+        for task in reversed(self._tasks):  # the oldest first: so they arrive
+            task.advance()
+        self._tasks = []
 
     def _advance(self) -> None:
+        """Take every task one collective further, but for those that launch no other one."""
         for task in self._tasks:
-            task.advance()
+            if not task.awaits_its_last:
+                task.advance()
         self._tasks = [task for task in self._tasks if not task.done]
 
     def _abandon(self) -> None:
@@ -81,12 +86,16 @@ class Pipelined(Inline):
     """Each hook call starts its bucket's first collective and takes the older buckets one collective further.
 
     The last bucket's call finishes all. So a bucket's collectives have the time of backward to arrive in, also where
-    waiting blocks the host, as on gloo.
+    waiting blocks the host, as on gloo. A bucket's last collective is not waited for before: what follows it is done in
+    the first hook call that finds it there. That may be another one on each rank, for it launches nothing.
     """
 
     def _schedule(self, task: "_Task") -> None:
         self._tasks = [task, *self._tasks]
         self._advance()
+        for arrived in [x for x in reversed(self._tasks) if x.awaits_its_last and x.has_arrived()]:
+            arrived.advance()
+            self._tasks.remove(arrived)
 
 
 class _Task:
@@ -106,6 +115,7 @@ class _Task:
         self._coroutine = start(algorithm, state, bucket, comm)
         self._group, self._stream = group, stream
         self._state, self._world_size = state, comm.world_size
+        self.awaits_its_last = False  # the pending collective is the last one
         self._work: dist.Work | None = None
         self._arriving: Tensor | None = None  # what the pending collective will have filled
         self._phase = "compress"
@@ -121,6 +131,9 @@ class _Task:
             _annotate(error, self._describe())
             raise
 
+    def has_arrived(self) -> bool:
+        return self._work is not None and self._work.is_completed()
+
     def _resume(self) -> None:
         if self._work is not None:
             with self._range("wait"):
@@ -133,6 +146,9 @@ class _Task:
             self.done = True
             self.future.set_result(stop.value)
         else:
+            if self.awaits_its_last:
+                raise RuntimeError(f"{self._algorithm.__name__} awaited {collective!r} after its last collective")
+            self.awaits_its_last = collective.last
             self._state.count(collective, self._world_size)
             with self._range("launch"):
                 self._work, self._arriving = _launch(collective, self._group)

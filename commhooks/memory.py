@@ -72,6 +72,13 @@ class ParameterMemory:
         self.flat(bucket)
         return (self._spare if after else self._flat)[bucket.layout].pieces
 
+    def keep(self, bucket: Bucket, kept: Tensor) -> None:
+        """What was written for these parameters of the bucket, bool (parameters,), does not count."""
+        if self.is_written(bucket):
+            before, after = (self.pieces_of(bucket, after=x) for x in (False, True))
+            for old, new, is_kept in zip(before, after, kept.unbind(), strict=True):
+                torch.where(is_kept, old, new, out=new)
+
     def commit(self) -> None:
         """What was written since the last `commit` or `discard` counts."""
         for layout in self._written:

@@ -84,6 +84,7 @@ class HookState:
         self.track_error = track_error
         self.grad_scaler = grad_scaler
         self.binding: Any = None  # commhooks.binding.Binding, from the first hook call or commhooks.register on
+        self.spares_unused = False  # for a model with find_unused_parameters: see commhooks.unused
         # What is kept from step to step: each rank's own, in units of the gradient; and what all ranks have alike.
         self.own: dict[str, ParameterMemory] = {}
         self.common: dict[str, ParameterMemory] = {}

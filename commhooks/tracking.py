@@ -1,6 +1,7 @@
 """How much compression leaves out of each parameter."""
 
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from commhooks.bucket import Bucket
 from commhooks.comm import Collective, Comm
+from commhooks.unused import spare_unused
 
 if TYPE_CHECKING:
     from commhooks.state import HookState
@@ -48,7 +50,9 @@ class CompressionErrors:
 def start(
     algorithm: Algorithm, state: "HookState", bucket: Bucket, comm: Comm
 ) -> Coroutine[Collective, Tensor, Tensor]:
-    """The coroutine of a bucket, with its error measured where the state wants that now."""
+    """The coroutine of a bucket: unused parameters are spared, and its error measured, where the state wants that."""
+    if state.spares_unused and (state.own or state.common) and not state.reduces_exactly(bucket):
+        algorithm = partial(spare_unused, algorithm)
     if state.track_error and state.errors.look_at(bucket):
         return _tracked(algorithm, state, bucket, comm)
     return algorithm(state, bucket, comm)

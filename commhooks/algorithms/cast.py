@@ -73,7 +73,7 @@ async def _cast(state: CastState, bucket: Bucket, comm: Comm, dtype: torch.dtype
         mean = await _mean_in_fp32(wire, after, rest, comm)
         after = 1
     else:
-        mean = await comm.all_reduce(wire)
+        mean = await comm.all_reduce(wire, last=True)
     ops.from_wire_(mean, after, bucket.buffer)
     if residual is not None:
         state.received(ops.largest(bucket.buffer))
@@ -95,4 +95,4 @@ async def _mean_in_fp32(wire: Tensor, divisor: float, rest: Tensor | None, comm:
     if rest is not None:
         mine = rest[comm.rank * part : (comm.rank + 1) * part]
         mine.add_((exact - rounded)[: mine.numel()], alpha=world_size)
-    return (await comm.all_gather(rounded)).flatten()[:n]
+    return (await comm.all_gather(rounded, last=True)).flatten()[:n]

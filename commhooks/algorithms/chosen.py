@@ -38,7 +38,7 @@ async def reduce_chosen(
     local = torch.cat([m[places], riding, unseen])
     wire = local.div(comm.world_size).to(wire_dtype)
     sent = wire.to(m.dtype).mul(comm.world_size)
-    received = (await comm.all_reduce(wire)).to(m.dtype)
+    received = (await comm.all_reduce(wire, last=True)).to(m.dtype)
     worst = ops.largest(received)
     entries, rode, unseen = received.split([len(places), len(riding), 1])
     rest, riding_rest, _ = local.sub_(sent).split([len(places), len(riding), 1])
@@ -50,7 +50,7 @@ async def reduce_chosen(
 
 async def reduce_riders(m: Tensor, riding: Tensor, comm: Comm) -> Reduced:
     """Of a bucket in which nothing is compressed: the exact mean of its riders; M is empty."""
-    mean = await comm.all_reduce(riding.div_(comm.world_size))
+    mean = await comm.all_reduce(riding.div_(comm.world_size), last=True)
     return Reduced(m, mean, m, None, ops.largest(mean))
 
 

@@ -205,13 +205,13 @@ async def _full_step(
     q = state.factor("q", bucket)
     wire_dtype = state.wire_dtype or q.dtype
     m, wire, sent_p = ops.project(bucket.buffer, residual, q, plan, comm.world_size, wire_dtype)
-    mean_p = await comm.all_reduce(wire)
+    mean_p = await comm.all_reduce(wire, last=not plan.matrices)
     vectors, sent_vectors = mean_p[plan.p.numel :], sent_p[plan.p.numel :]
     if not plan.matrices:
         return m, ops.Factors(q, q, vectors), ops.Factors(q, q, sent_vectors), ops.largest(vectors)
     p, lost = ops.orthogonalize(mean_p, plan.p, state.orthogonalization_epsilon, m.dtype)
     _, wire, sent_q = ops.project_t(m, None, p, plan, comm.world_size, wire_dtype, with_vectors=False)
-    q = await comm.all_reduce(wire)
+    q = await comm.all_reduce(wire, last=True)
     # Of P as well: what is not finite in it, orthogonalization has spread, and with P to Q.
     scales, worst = ops.magnitudes(q, plan.q, vectors)
     state.keep_factor("q", bucket, q, scales, lost)
@@ -232,7 +232,7 @@ async def _half_step(
     basis, lost = ops.orthogonalize(factor, plan.q if left else plan.p, state.orthogonalization_epsilon, factor.dtype)
     args = bucket.buffer, residual, basis, plan, comm.world_size, state.wire_dtype or basis.dtype
     m, wire, sent = ops.project(*args) if left else ops.project_t(*args, with_vectors=True)
-    mean = await comm.all_reduce(wire)
+    mean = await comm.all_reduce(wire, last=True)
     scales, worst = ops.magnitudes(mean, plan.p if left else plan.q, mean[numel:])
     state.keep_factor(moving, bucket, mean, scales, lost)
 

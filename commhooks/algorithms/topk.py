@@ -177,7 +177,7 @@ def _moved(state: TopKState, bucket: Bucket) -> Tensor:
 async def _allgather(selection: AnySelection, m: Tensor, riding: Tensor, comm: Comm) -> tuple[Reduced, Tensor]:
     """Returns, as every aggregation, also the indices that this rank sent, as bytes."""
     m, packed = selection.select(m, None)
-    gathered = await comm.all_gather(torch.cat([packed, riding.view(torch.uint8)]))  # (W, bytes)
+    gathered = await comm.all_gather(torch.cat([packed, riding.view(torch.uint8)]), last=True)  # (W, bytes)
     entries, riders = _split(gathered, selection.nbytes, riding.dtype)  # (W, bytes), (W, riders)
     worst = torch.maximum(ops.largest(selection.values(entries)), ops.largest(riders))
     mean = torch.empty_like(m)
@@ -204,7 +204,7 @@ async def _balanced(selection: BlockSelection, m: Tensor, riding: Tensor, comm: 
     own = replace(selection, numel=stop - start)
     dropped, again = own.select(total[: stop - start], None)
     gathered = await comm.all_gather(
-        torch.cat([own.split(again, part, 1)[0], riders.sum(0).div_(size).view(torch.uint8)])
+        torch.cat([own.split(again, part, 1)[0], riders.sum(0).div_(size).view(torch.uint8)]), last=True
     )
     entries, riders = _split(gathered, part.nbytes, riding.dtype)
     worst = torch.maximum(ops.largest(part.values(entries)), ops.largest(riders))

@@ -5,6 +5,7 @@ import torch
 from cases import CASES, WITH_FEEDBACK, draw_gradients, dtypes, flatten, named, residual_of, shapes, world_sizes
 from hypothesis import given, strategies as st
 
+from commhooks import simulate
 from commhooks.ops import compute_dtype
 
 scales = st.integers(-20, 20).map(lambda exponent: 10.0**exponent)
@@ -58,6 +59,27 @@ def test_residual_identity_and_identical_ranks(case, shapes, dtype, world_size, 
             largest = max(float(owed.abs().max()) / world_size, scale)
             worst = float((owed - paid).abs().max()) / world_size
             assert worst <= tolerance(case, dtype, world_size) * largest * 4
+
+
+@pytest.mark.parametrize("spares_unused", [False, True])
+@pytest.mark.parametrize("case", **named(CASES))
+def test_the_last_collective_is_called_so(case, spares_unused, monkeypatch):
+    """Catches: another one after it, which ranks would launch in different orders; or a wait that backward pays for."""
+    lasts, perform_them = [], simulate.perform
+
+    def perform(collectives):
+        lasts.append([x.last for x in collectives])
+        return perform_them(collectives)
+
+    monkeypatch.setattr(simulate, "perform", perform)
+    for kinds in ([(8, 8), (3,)], [(3,)]):  # the other without anything to compress
+        ranks = case.simulation(3)
+        for state in ranks.states:
+            state.spares_unused = spares_unused
+        for step in range(4):
+            lasts.clear()
+            ranks.step(draw_gradients(kinds, 3, torch.float32, 1.0, step))
+            assert lasts == [[False] * 3] * (len(lasts) - 1) + [[True] * 3]
 
 
 @pytest.mark.parametrize("case", **named(CASES))

@@ -68,6 +68,29 @@ def test_compression_starts_at_its_step(ranks, iteration, static_graph, alternat
     ranks(2, start, iteration, static_graph, alternating)
 
 
+def late(hook):
+    ddp = DDP(linears(6), bucket_cap_mb=0.02)
+    register(ddp, hook)
+    group = dist.new_group()
+
+    def meet(_):
+        dist.barrier(group)  # the other rank begins
+
+    if dist.get_rank() == 0:
+        ddp.module[0].weight.register_hook(meet)
+    for step in range(3):
+        loss = ddp(inputs(step)).sum()
+        if dist.get_rank() == 1:
+            dist.barrier(group)
+        loss.backward()
+
+
+@pytest.mark.parametrize("hook", ["allreduce", "bf16", "topk", "randomk"])
+def test_backward_does_not_wait_for_other_ranks(ranks, hook):
+    """With one collective a bucket, no hook call but the last one waits: here that would be for ever."""
+    ranks(2, late, hook)
+
+
 def accumulate():
     ddp = DDP(linears(3))
     state = register(ddp, "allreduce")
@@ -128,6 +151,38 @@ def unused(hook):
 @all_hooks
 def test_find_unused_parameters(ranks, hook):
     ranks(2, unused, hook)
+
+
+class SometimesResting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x, rests):
+        x = self.used(x)
+        return x if rests else self.other(x)
+
+
+def resting(hook, view):
+    ddp = DDP(SometimesResting(), find_unused_parameters=True, bucket_cap_mb=0.01, gradient_as_bucket_view=view)
+    state = register(ddp, hook)
+    weight, residuals = ddp.module.other.weight, state.own["residual"].pieces
+    for step in range(6):
+        ddp.zero_grad()
+        rests = step % 2 == 1
+        owed = residuals[weight].clone() if step else None
+        ddp(inputs(step), rests).square().mean().backward()
+        assert state.step == step + 1  # so it has counted
+        assert (weight.grad is None) == rests
+        assert not rests or (owed.any() and torch.equal(residuals[weight], owed))
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("hook", ["bf16", "powersgd", "powersgd alternating", "topk", "topk leader", "randomk"])
+def test_residual_of_a_parameter_that_no_rank_uses_waits(ranks, hook, view):
+    """DDP throws away the result for it."""
+    ranks(2, resting, hook, view)
 
 
 def bucket_view(hook):

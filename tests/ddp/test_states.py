@@ -172,6 +172,28 @@ def test_an_algorithm_that_raises_is_heard_on_every_rank(ranks, executor):
     ranks(2, failure, executor, (0, 1))
 
 
+async def goes_on(_, bucket, comm):
+    mean = await comm.all_reduce(bucket.buffer, last=True)
+    return await comm.all_reduce(mean)
+
+
+def goes_on_hook(state, bucket):
+    return _run(goes_on, commhooks.HookState, state, bucket)
+
+
+def goes_on_after_its_last(executor):
+    ddp = DDP(linears(3))
+    ddp.register_comm_hook(commhooks.HookState(executor=executor), goes_on_hook)
+    with pytest.raises(RuntimeError, match=r"goes_on awaited AllReduce.* after its last collective"):
+        ddp(inputs()).sum().backward()
+
+
+@pytest.mark.parametrize("executor", ["inline", "pipelined"])
+def test_a_collective_after_the_last_is_refused(ranks, executor):
+    """For the ranks may come to it at different times."""
+    ranks(2, goes_on_after_its_last, executor)
+
+
 def dead_backward():
     """A step that fails is followed by a new model with the same state: nothing of the old is in flight."""
     module = linears(4)

@@ -128,6 +128,8 @@ def test_exposed_communication():
     assert exposed([[4.0], [1.0]], [1.0, 1.0]) == pytest.approx(4.0)  # starts at 1 and 5, ends at 6
     # At 2 the first bucket's second collective is launched behind the second one's first; then its own follows.
     assert exposed([[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0]) == pytest.approx(3.0)
+    # A last collective holds up nothing: the third bucket is ready at 7, when the first two are there.
+    assert exposed([[4.0], [1.0], [1.0]], [1.0, 1.0, 5.0]) == pytest.approx(1.0)
     assert exposed([[0.0], [0.0]], [1.0, 1.0]) == 0.0
 
 
