@@ -3,6 +3,10 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+# For tests/kernels. Here, because it must be set before anybody imports triton, and Lightning does.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 torch.set_num_threads(1)
 # The machine decides how long an example takes; a failing example is printed and can be replayed.
 settings.register_profile(

@@ -1,12 +1,7 @@
-"""Kernel tests run on a GPU where there is one, else in Triton's interpreter."""
-
-import os
+"""Kernel tests run on a GPU where there is one, else in Triton's interpreter: see tests/conftest.py."""
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
 
 def pytest_collection_modifyitems(items):
