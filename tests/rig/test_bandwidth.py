@@ -173,7 +173,7 @@ def test_what_is_measured_is_kept_and_what_fails_is_left_out(tmp_path):
     measured = found[1]["measured"]
     assert set(measured["variants"]) == {"no_sync", "plain"}
     assert "ArithmeticError: on purpose" in measured["failed"]["bf16"]
-    assert measured["link_rate"] == pytest.approx(1e9, rel=0.15)
+    assert 5e8 <= measured["link_rate"] <= 1.15e9  # busy processors may not fill the link
     assert "topk gets no number" in stdout
 
 
