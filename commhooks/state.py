@@ -48,7 +48,8 @@ class HookState:
         start_iter: number of first steps that reduce exactly, without compression.
         executor: how collectives overlap with backward. "inline" finishes a bucket inside its hook call: the host
             blocks on gloo, on a GPU a side stream waits. "pipelined" starts a bucket's first collective and goes
-            on with it in the hook calls of later buckets. "auto" is "inline" on a GPU, "pipelined" elsewhere.
+            on with it in the hook calls of later buckets; what all buckets send may be in memory at once. "auto" is
+            "inline" on a GPU, "pipelined" elsewhere.
         stats_logging_frequency: every so many steps, log `metrics()` (logger "commhooks", level INFO); 0 is never.
         check_replicas_every: every so many steps, before anything is sent, `commhooks.check_replicas`; 0 is never.
             Not under `Join`, where a rank without inputs rightly lags behind.
