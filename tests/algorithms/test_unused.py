@@ -1,11 +1,15 @@
 """Parameters that no rank has used in a step, on simulated ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from cases import CASES, draw_gradients, flatten, named, residual_of
+from cases import CASES, draw_gradients, flatten, named, residual_of, topk_case
 
 SHAPES = [(32, 16), (16,), (48, 32), (16, 4, 4)]
 BUCKETS = [["p3", "p2"], ["p1", "p0"]]
+# With momentum, what is owed is not what comes of it.
+MOMENTUM = replace(topk_case("topk momentum", density=0.2, momentum=0.9), feedback=False)
 UNUSED = {2: ["p2"], 3: ["p0", "p1"], 5: ["p2"]}  # by step; p0 and p1 are a whole bucket
 
 
@@ -13,7 +17,7 @@ def remembered(state, name):
     return [memory.pieces[name].clone() for memory in (state.own | state.common).values()]
 
 
-@pytest.mark.parametrize("case", **named(CASES))
+@pytest.mark.parametrize("case", **named([*CASES, MOMENTUM]))
 def test_what_an_unused_parameter_is_owed_waits(case):
     """Catches: a residual sent into a result that DDP throws away; factors and velocities renewed by zeros."""
     ranks = case.simulation(3)
