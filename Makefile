@@ -13,7 +13,7 @@ WORKERS := -n 3 --dist worksteal  # of two cores: the link rig's tests wait more
 demo: $(READY)
 	$(BIN)/python -m benchmarks.demo
 
-# All benchmarks and benchmarks/RESULTS.md: on a quiet machine, in about 40 minutes. Interrupted, it goes on where it was.
+# All benchmarks and benchmarks/RESULTS.md: on a quiet machine, in under 40 minutes. Interrupted, it goes on where it was.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.bench
 

@@ -40,6 +40,11 @@ class Layout:
         """The parameters' keys, in their order."""
         return tuple(x.key for x in self.slices)
 
+    @cached_property
+    def numels(self) -> list[int]:
+        """How many elements each parameter has: `flat.split(layout.numels)` cuts a bucket."""
+        return [x.numel for x in self.slices]
+
     def holds(self, keys: Sequence[Hashable]) -> bool:
         """Are these, in this order, the bucket's parameters?"""
         return len(keys) == len(self.slices) and all(

@@ -63,7 +63,8 @@ async def _tracked(algorithm: Algorithm, state: "HookState", bucket: Bucket, com
         return await algorithm(state, bucket, comm)
     feedback, slices = state.own["residual"], bucket.layout.slices
     before = feedback.pieces_of(bucket, after=False)
-    whole = [torch.linalg.vector_norm(x.of(bucket.buffer) + piece) for x, piece in zip(slices, before, strict=True)]
+    gradients = bucket.buffer.split(bucket.layout.numels)
+    whole = [torch.linalg.vector_norm(x + piece) for x, piece in zip(gradients, before, strict=True)]
     result = await algorithm(state, bucket, comm)
     if feedback.is_written(bucket):
         rest = [torch.linalg.vector_norm(piece) for piece in feedback.pieces_of(bucket, after=True)]

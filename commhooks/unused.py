@@ -21,12 +21,13 @@ async def spare_unused(algorithm: "Algorithm", state: "HookState", bucket: Bucke
     what was sent of its residual. Unused is what has a gradient of zeros on every rank; to know that takes one more
     all-reduce, of a number a parameter. It comes last, so that what compression sends does not wait for it.
     """
-    used = torch.stack([x.of(bucket.buffer).any() for x in bucket.layout.slices])  # (parameters,)
+    numels = bucket.layout.numels
+    used = torch.stack([x.any() for x in bucket.buffer.split(numels)])  # (parameters,)
     result = await algorithm(state, bucket, replace(comm, more_follows=True))
     unused = await comm.all_reduce(used.float(), last=True) == 0
     if unused.is_cuda or unused.any():  # to ask a GPU would be to wait for it
         for memory in (state.own | state.common).values():
             memory.keep(bucket, unused)
-        for x, is_unused in zip(bucket.layout.slices, unused.unbind(), strict=True):
-            x.of(result).masked_fill_(is_unused, 0)
+        for mean, is_unused in zip(result.split(numels), unused.unbind(), strict=True):
+            mean.masked_fill_(is_unused, 0)
     return result

@@ -38,7 +38,7 @@ class Packing:
                 self._cuts += [x.numel, zeros]
                 self.numel += x.numel + zeros
         self._order = packed_at + riders_at
-        self._numels = [x.numel for x in layout.slices]
+        self._numels = layout.numels
         self._riders_numels = [x.numel for x in self.riders]
         self._is_dense = not any(self._cuts[1::2])
 

@@ -1,6 +1,7 @@
 """Parameters that no rank has used in a step, on simulated ranks."""
 
 from dataclasses import replace
+from math import isfinite
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_what_an_unused_parameter_is_owed_waits(case):
 def test_used_by_one_rank_is_used(case, value):
     """Catches: a parameter that is taken for unused because its numbers are small, or swallowed with a NaN."""
     if value == 1e-30 and case.wire == torch.float16:
-        pytest.skip("fp16 holds no number as small")
+        value = 1e-6  # fp16 holds no number as small
     ranks = case.simulation(3)
     for state in ranks.states:
         state.spares_unused = True
@@ -61,4 +62,4 @@ def test_used_by_one_rank_is_used(case, value):
     gradients[1]["p0"].fill_(value)
     for result in ranks.step(gradients):
         assert result["p0"].any()
-        assert result["p0"].isfinite().all() == (value == 1e-30)
+        assert result["p0"].isfinite().all() == isfinite(value)

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commhooks
@@ -51,6 +52,16 @@ def train(ddp: nn.Module, steps: int, width: int = 64) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def train_unevenly(ddp: nn.Module) -> None:
+    """Under `Join`: two steps more on each next rank."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    with Join([ddp]):
+        for step in range(3 + 2 * dist.get_rank()):
+            optimizer.zero_grad()
+            ddp(inputs(step)).square().mean().backward()
+            optimizer.step()
 
 
 def assert_replicas_equal(module: nn.Module) -> None:

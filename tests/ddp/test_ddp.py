@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from models import HOOKS, assert_replicas_equal, inputs, linears, register, train
+from models import HOOKS, assert_replicas_equal, inputs, linears, register, train, train_unevenly
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import commhooks
@@ -113,12 +112,7 @@ def test_no_sync_accumulates_and_sends_once(ranks):
 def uneven(hook):
     ddp = DDP(linears(4), bucket_cap_mb=0.02)
     state = register(ddp, hook)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    with Join([ddp]):
-        for step in range(3 + 2 * dist.get_rank()):
-            optimizer.zero_grad()
-            ddp(inputs(step)).square().mean().backward()
-            optimizer.step()
+    train_unevenly(ddp)
     assert state.step == 3 + 2 * (dist.get_world_size() - 1)
     assert_replicas_equal(ddp)
 

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from models import inputs, linears, register, train
+from models import inputs, linears, register, train, train_unevenly
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import profile
 
@@ -88,12 +87,7 @@ def test_tracking_needs_error_feedback():
 def joined():
     ddp = DDP(linears(3), bucket_cap_mb=0.02)
     state = register(ddp, "powersgd", check_replicas_every=1)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    with Join([ddp]):
-        for step in range(3 + 2 * dist.get_rank()):
-            optimizer.zero_grad()
-            ddp(inputs(step)).square().mean().backward()
-            optimizer.step()
+    train_unevenly(ddp)
     assert state.step >= 3
     commhooks.check_replicas(ddp)
 
